@@ -18,6 +18,7 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # makes matrix prod
 
 import keras
 import matplotlib.pyplot as plt
+import msgspec
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -25,7 +26,16 @@ from operation_trace import optimized_graphs
 from tensorflow.python.framework import ops as tensorflow_ops
 
 import kmp
-from kmp.records import BIN_COUNT, FIRST_EXPONENT, INF_BIN, NAN_BIN, ZERO_BIN, GradientSample
+from kmp.records import (
+    BIN_COUNT,
+    FIRST_EXPONENT,
+    INF_BIN,
+    NAN_BIN,
+    ZERO_BIN,
+    GradientSample,
+    Replay,
+    flat_replays,
+)
 
 # MirroredStrategy needs two devices for two replicas. This must run before TensorFlow initializes
 # its devices.
@@ -149,9 +159,23 @@ def sequential(*layers, shape=(4,), optimizer="sgd", loss="mse", **arguments):
     return model
 
 
+def make_replay(examples, loss_scale, loss, float32_loss, is_finite, is_finite_in_float32, **parts):
+    """Returns a `Replay` from the values of its parts, by the keys of logs before version 0.1.0."""
+    values = {
+        "examples": examples,
+        "loss_scale": loss_scale,
+        "loss": loss,
+        "float32_loss": float32_loss,
+        "is_finite": is_finite,
+        "is_finite_in_float32": is_finite_in_float32,
+    }
+    flat = msgspec.to_builtins(values | {"float32_layers": []} | parts)
+    return msgspec.convert(flat_replays.nested(flat), Replay)
+
+
 def without_replays(*args, **arguments):
     """Returns `kmp.callbacks.defaults` without replays, which take most of the time of a short training."""
-    return kmp.callbacks.defaults(*args, **{"reference": None} | arguments)
+    return kmp.callbacks.defaults(*args, **{"replay": False} | arguments)
 
 
 def fit(model, callbacks=(), batches=20, epochs=1, **arguments):

@@ -125,7 +125,7 @@ def fit():
     model = make_model(ExtraLogs)
     with STRATEGY.scope():
         model.compile("adam", "mse", metrics=["mae"])
-    callbacks = [kmp.callbacks.StuckDetector(patience=20)]
+    callbacks = [kmp.callbacks.Monitor(replay=False, patience=20)]
     if WORKER == 0:
         callbacks += [
             kmp.callbacks.LossScaleLogger(every_n_steps=2),

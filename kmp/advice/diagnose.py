@@ -1,50 +1,32 @@
-"""Diagnoses a run and sums up the findings in a verdict."""
+"""Puts the diagnosis of a run into words."""
 
-from collections.abc import Callable
-
-from kmp.advice import (
-    batch_rules,
-    forward_rules,
-    precision_rules,
-    scale_rules,
-    underflow_rules,
-    update_rules,
+from kmp.advice import (  # they add their causes to `text_of`
+    batch_texts,
+    forward_texts,
+    precision_texts,
+    scale_texts,
+    underflow_texts,
+    update_texts,
 )
-from kmp.advice.finding import ERROR, SEVERITIES, Advice, Finding
-from kmp.advice.run_metrics import RunMetrics
+from kmp.advice.finding import Advice, Finding
+from kmp.advice.sentences import text_of
 from kmp.advice.verdict import verdict
-from kmp.records import RUN_EXPECTED, Run
+from kmp.diagnosis import SEVERITIES, Cause, RunMetrics, causes_of
+from kmp.records import Run
+from kmp.records.run import RUN_EXPECTED
 from kmp.utils import validation
 
-# The findings up to the first error are reported: those after it are its consequences. So the most
-# specific come first, after those that are no problem.
-RULES: tuple[Callable[[RunMetrics], Finding | None], ...] = (
-    precision_rules.fallback,
-    underflow_rules.dead,
-    underflow_rules.unused,
-    batch_rules.data,
-    batch_rules.targets,
-    update_rules.division_by_epsilon,
-    update_rules.lost_squares,
-    update_rules.exploding,
-    forward_rules.forward,
-    forward_rules.uncompiled,
-    precision_rules.unscaled_loss,
-    precision_rules.outputs,
-    precision_rules.states,
-    scale_rules.nonfinite_gradients,
-    scale_rules.hysteresis,
-    scale_rules.backward,
-    scale_rules.scale_too_large,
-    scale_rules.min_scale,
-    scale_rules.initial_scale,
-    scale_rules.growth_interval_too_small,
-    update_rules.lost_updates,
-    underflow_rules.branch,
-    underflow_rules.scale_too_small,
-    underflow_rules.wide_range,
-    precision_rules.gradients,
-)
+__all__ = [
+    "advice_of",
+    "advise",
+    "batch_texts",
+    "finding_of",
+    "forward_texts",
+    "precision_texts",
+    "scale_texts",
+    "underflow_texts",
+    "update_texts",
+]
 
 
 def advise(run: Run) -> Advice:
@@ -58,21 +40,30 @@ def advise(run: Run) -> Advice:
         Ranked findings and a verdict. A problem without evidence in the run is not reported.
 
     Example:
-    >>> advise(Run([{"step": 500, "overflow_count": 0, "loss_scale": 32768.0}])).verdict.partition(";")[0]
-    'It is not known whether float16 hurts this run. Not measured: gradients, because none were
-    sampled'
+    >>> run = Run([{"step": 500, "overflow_count": 0, "loss_scale": 32768.0}])
+    >>> advise(run).verdict.partition(";")[0]
+    'It is not known whether float16 hurts this run. Not measured: gradients, because none were sampled'
     """
     validation.instance("run", run, Run, RUN_EXPECTED)
-    return diagnosis_of(RunMetrics(run))
+    return advice_of(RunMetrics(run))
 
 
-def diagnosis_of(metrics: RunMetrics) -> Advice:
+def advice_of(run: RunMetrics) -> Advice:
     """Returns the findings and the verdict for the metrics of a run."""
-    findings: list[Finding] = []
-    for rule in RULES:
-        if finding := rule(metrics):
-            findings.append(finding)
-            if finding.severity == ERROR:
-                break
+    findings = [finding_of(cause, run) for cause in causes_of(run)]
     findings.sort(key=lambda finding: SEVERITIES.index(finding.severity))
-    return Advice(findings, verdict(metrics, findings))
+    return Advice(findings, verdict(run, findings))
+
+
+def finding_of(cause: Cause, run: RunMetrics) -> Finding:
+    """Returns a cause in words."""
+    text = text_of(cause, run)
+    return Finding(
+        cause.name,
+        cause.severity,
+        text.title,
+        text.evidence,
+        cause.edits,
+        text.note,
+        cause.location,
+    )

@@ -1,82 +1,24 @@
-"""The result of a diagnosis: findings with their evidence and the edits that cure them, and a verdict."""
+"""The result of a diagnosis in words: findings with their evidence and edits, and a verdict."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from kmp.diagnosis import INFO, Edit
 from kmp.utils import printable
-
-ERROR, WARNING, INFO = SEVERITIES = ("error", "warning", "info")
-
-
-@dataclass(frozen=True)
-class SetArguments:
-    """Arguments to pass to a call.
-
-    Args:
-        call: The function, method or class that is called, such as `"kmp.enable"` or
-            `"model.compile"`.
-        arguments: The Python source of each value, by the name of the argument.
-        name: The name of the layer or weight that the call creates, if it creates one.
-    """
-
-    call: str
-    arguments: Mapping[str, str]
-    name: str = ""
-
-    def __str__(self) -> str:
-        arguments = dict(self.arguments) | ({"name": repr(self.name)} if self.name else {})
-        return printable(
-            f"{self.call}({', '.join(f'{name}={value}' for name, value in arguments.items())})"
-        )
-
-
-@dataclass(frozen=True)
-class ComputeInFloat32:
-    """A layer to wrap in `kmp.layers.Float32`.
-
-    Args:
-        layer: The name of the layer.
-        class_name: Its class, or `""` if it is unknown.
-    """
-
-    layer: str
-    class_name: str = ""
-
-    def __str__(self) -> str:
-        return printable(
-            f"kmp.layers.Float32({self.class_name or 'Layer'}(..., name={self.layer!r}))"
-        )
-
-
-@dataclass(frozen=True)
-class PrepareData:
-    """Statements before the call of `fit`, about its arrays `x` and `y`.
-
-    Args:
-        statement: The Python source, in one line or several.
-    """
-
-    statement: str
-
-    def __str__(self) -> str:
-        return "\n".join(map(printable, self.statement.splitlines()))
-
-
-Edit = SetArguments | ComputeInFloat32 | PrepareData
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One problem of a run. Names in its texts are as in the log; `str` escapes control characters and the like.
+    """One problem of a run. Its texts have names as in the log; `str` escapes control characters.
 
     Args:
         cause: Short name of the cause. Of skipped steps: `"data"`, `"targets"`,
             `"optimizer_state"`, `"exploding"`, `"constant"`, `"forward_overflow"`,
-            `"forward_underflow"`, `"rounding"`, `"loss_overflow"`, `"loss"`, `"backward_overflow"`
-            or `"scale_too_large"`. Of NaN or Inf that compiling hides: `"uncompiled"`. Of what
-            float16 loses: `"precision_loss"`, `"unscaled_loss"`, `"lost_updates"`,
-            `"branch_underflow"`, `"scale_too_small"` or `"range"`. Of settings:
+            `"forward_underflow"`, `"rounding"`, `"loss_overflow"`, `"loss"`,
+            `"backward_overflow"` or `"scale_too_large"`. Of NaN or Inf that compiling hides:
+            `"uncompiled"`. Of what float16 loses: `"precision_loss"`, `"unscaled_loss"`,
+            `"lost_updates"`, `"branch_underflow"`, `"scale_too_small"` or `"range"`. Of settings:
             `"growth_interval_too_small"`, `"hysteresis_too_large"` or `"initial_scale"`. Or
             `"float32_fallback"`, `"dead"` or `"unused"`.
         severity: `"error"` if the run is broken, `"warning"` if it loses accuracy or time, or
@@ -85,14 +27,15 @@ class Finding:
         evidence: The records that show it, with numbers.
         edits: What to change in the program, all of it.
         note: What else to know about the change, or an alternative.
-        location: The path of the layer or variable, the part of the batch, `"the loss function"` or
-            the argument that it is about; empty if it is about all of the model.
+        location: The path of the layer or variable, the part of the batch, `"the loss function"`
+            or the argument that it is about; empty if it is about all of the model.
 
     Example:
+    >>> from kmp.advice import ComputeInFloat32
     >>> change = ComputeInFloat32("norm", "RMSNormalization")
-    >>> print(Finding("precision_loss", "error", "The outputs differ.", "what was measured", [change]))
+    >>> print(Finding("precision_loss", "error", "The outputs differ.", "measured", [change]))
     The outputs differ.
-      Evidence: what was measured
+      Evidence: measured
       Change: kmp.layers.Float32(RMSNormalization(..., name='norm'))
     """
 
@@ -113,15 +56,13 @@ class Finding:
         return "\n".join(map(str, self.edits))
 
     def __str__(self) -> str:
-        change = self.change.replace("\n", "\n          ")
-        parts = {
+        texts = {
             "Evidence": printable(self.evidence),
-            "Change": change,
+            "Change": self.change.replace("\n", "\n          "),
             "Note": printable(self.note),
         }
-        return "\n".join(
-            [printable(self.title), *(f"  {name}: {text}" for name, text in parts.items() if text)]
-        )
+        lines = [f"  {name}: {text}" for name, text in texts.items() if text]
+        return "\n".join([printable(self.title), *lines])
 
 
 @dataclass(frozen=True)
@@ -155,9 +96,5 @@ class Advice(Sequence[Finding]):
         return tuple(finding for finding in self if finding.severity != INFO)
 
     def __str__(self) -> str:
-        return "\n".join(
-            [
-                printable(self.verdict),
-                *(f"{number}. {finding}" for number, finding in enumerate(self, 1)),
-            ]
-        )
+        numbered = [f"{number}. {finding}" for number, finding in enumerate(self, 1)]
+        return "\n".join([printable(self.verdict), *numbered])

@@ -10,6 +10,7 @@ from typing import Any
 import keras
 
 from kmp.callbacks.training_records import Record
+from kmp.diagnosis import thresholds
 from kmp.optimizer import LossScaleOptimizer
 from kmp.policy import all_optimizers_of, guarding
 from kmp.records import Snapshot, check_record
@@ -19,6 +20,7 @@ from kmp.replay import (
     CapturedBatch,
     Failure,
     Passes,
+    StepContext,
     TrainStep,
     failing_part,
     is_ragged,
@@ -28,7 +30,6 @@ from kmp.utils import user_messages
 
 logger = logging.getLogger("kmp")
 
-_MANY_ZEROS = 0.1
 _OVERFLOWS_IN_A_ROW = 3
 _MANY_OVERFLOWS = 8
 _MOST_REPLAYS = 3  # of one training, because of overflows
@@ -186,14 +187,10 @@ class BatchReplayer:
                     data=failing_part(passes, parts, failed, loss_scale, captured.batch_size),
                 )
             self._replayed = CapturedBatch(passes.data, *captured[1:])
-            found, reference = replay(
-                replace(passes, deadline=began + most),
-                step=snapshot.step,
-                loss_scale=loss_scale,
-                batch_size=captured.batch_size,
-                failed=failed,
-                largest_norms=self._largest_norms,
+            context = StepContext(
+                snapshot.step, loss_scale, captured.batch_size, failed, self._largest_norms
             )
+            found, reference = replay(replace(passes, deadline=began + most), context)
             check_record({"replay": found})
         except TimeoutError:
             self._examples = max(2, passes.examples // 4)  # the next replay may take less
@@ -256,7 +253,7 @@ class BatchReplayer:
             return True
         share = _zero_share(snapshot)
         return (
-            share > _MANY_ZEROS and share >= self._zero_share + _MANY_ZEROS
+            share > thresholds.MANY_ZEROS and share >= self._zero_share + thresholds.MANY_ZEROS
         )  # so it is at most nine times
 
 

@@ -4,7 +4,6 @@ import contextlib
 import errno
 import itertools
 import logging
-import os
 import shutil
 import weakref
 from collections.abc import Iterator
@@ -119,62 +118,24 @@ class LogWriter:
     def write(self, run: Run) -> int:
         """Writes the last record of a run. Stops the log with a warning if the disk is full.
 
-        The records before it are written again if the log was deleted, moved or truncated, as by a
-        program that cleans a folder.
+        And if a later training uses the folder.
 
         Returns:
             The bytes of its histograms in the event files.
-
-        Raises:
-            ValueError: If a later training uses the folder.
         """
         if self._has_failed:
             return 0
-        if self._lines.closed:
-            raise ValueError(
-                f"`log_dir` is in use by a later training. Received: log_dir={str(self._folder)!r}"
-            )
         record = run.rows[-1]
         with self._stopping_on_write_error():
-            if self._has_records and not self._is_intact():
-                self._write_again(run)
+            if self._lines.closed:
+                raise OSError("a later training uses this folder")
+            if self._has_records and not (self._folder / FILE_NAME).exists():
+                raise OSError("the log was deleted or moved")
             self._write_line(record, run.header)
             size = self._write_events(record, run.header)
             self._events.flush()
             return size
         return 0
-
-    def _is_intact(self) -> bool:
-        """Whether the file at the log's path is the one that is open, and nothing of it was removed."""
-        own = os.fstat(self._lines.fileno())
-        try:
-            at_path = (self._folder / FILE_NAME).stat()
-        except OSError:
-            return False
-        return (at_path.st_dev, at_path.st_ino) == (
-            own.st_dev,
-            own.st_ino,
-        ) and own.st_size >= self._lines.tell()
-
-    def _write_again(self, run: Run) -> None:
-        """Writes all records but the last."""
-        log = self._folder / FILE_NAME
-        user_messages.warn(
-            f"{str(log)!r} was deleted, moved or truncated during the training. The records in"
-            " memory are written again."
-        )
-        self._lines.close()
-        self._folder.mkdir(parents=True, exist_ok=True)
-        self._lines = log.open("w", encoding="utf-8")
-        self._encoder, self._has_records = LogEncoder(), False
-        has_events = bool(_event_files(self._folder))
-        if not has_events:
-            self._events.close()
-            self._events = self._new_events()
-        for record in run.rows[:-1]:
-            self._write_line(record, run.header)
-            if not has_events:
-                self._write_events(record, run.header)
 
     def _write_line(self, record: Record, header: Record) -> None:
         if not self._has_records:

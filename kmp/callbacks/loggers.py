@@ -1,25 +1,33 @@
-"""The callbacks that record one part of what `Monitor` does."""
+"""Callbacks that record one part of what `Monitor` does, and neither replay, repair nor stop."""
 
 from kmp.callbacks.monitor import Monitor
-from kmp.callbacks.optimizer_reader import PathLike
-from kmp.callbacks.training_records import GRADIENTS, LOSS_SCALE, OVERFLOWS
+from kmp.callbacks.training_records import GRADIENTS, LOSS_SCALE, OVERFLOWS, PathLike
 from kmp.optimizer import LossScaleOptimizer
 
 
-class _CountLogger(Monitor):
-    """Records counts only: without the arguments about samples."""
+class _Logger(Monitor):
+    """Records only."""
 
     def __init__(
         self,
         log_dir: PathLike | None = None,
         every_n_steps: int = 250,
         optimizer: LossScaleOptimizer | None = None,
+        *,
+        variables: str | list[str] | None = None,
     ) -> None:
-        super().__init__(log_dir, every_n_steps, optimizer, reference=None)
+        super().__init__(
+            log_dir,
+            every_n_steps,
+            optimizer,
+            variables=variables,
+            replay=False,
+            on_stuck="ignore",
+        )
 
 
-class LossScaleLogger(_CountLogger):
-    """Logs the loss scale, as `loss_scale` in `logs`: what `Monitor` records, without overflows and gradients.
+class LossScaleLogger(_Logger):
+    """Logs the loss scale, as `loss_scale` in `logs`.
 
     Takes `log_dir`, `every_n_steps` and `optimizer`, as `Monitor` does, and raises the same errors.
 
@@ -28,18 +36,18 @@ class LossScaleLogger(_CountLogger):
     >>> with kmp.enable(initial_scale=1024.0):
     ...     model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
     ...     model.compile("sgd", "mse")
-    >>> history = model.fit(np.ones((8, 4)), np.ones((8, 1)), verbose=0, callbacks=[kmp.callbacks.LossScaleLogger()])
-    >>> history.history["loss_scale"]
+    >>> x, y, logger = np.ones((8, 4)), np.ones((8, 1)), kmp.callbacks.LossScaleLogger()
+    >>> model.fit(x, y, verbose=0, callbacks=[logger]).history["loss_scale"]
     [1024.0]
     """
 
-    parts = (LOSS_SCALE,)
+    recorded = (LOSS_SCALE,)
 
 
-class OverflowCounter(_CountLogger):
-    """Counts the steps that were skipped because the loss or a gradient was non-finite, as `overflow_count` in `logs`.
+class OverflowCounter(_Logger):
+    """Counts the skipped steps, as `overflow_count` in `logs`.
 
-    What `Monitor` records, without the loss scale and gradients. `run` and the log also have, since
+    A step is skipped if its loss or a gradient is non-finite. `run` and the log also have, since
     the record before, `overflow_rate`, the fraction of steps that were skipped;
     `nonfinite_loss_count`, the skipped steps since training began whose loss was non-finite before
     it was scaled, which no loss scale prevents; the variable where the last overflow with a finite
@@ -60,15 +68,17 @@ class OverflowCounter(_CountLogger):
     ([1], 0)
     """
 
-    parts = (OVERFLOWS,)
+    recorded = (OVERFLOWS,)
 
 
-class GradientHistogram(Monitor):
+class GradientHistogram(_Logger):
     """Samples gradients at regular steps: a histogram of binary exponents for each variable.
 
-    What `Monitor` records, without the loss scale and overflows, with the same arguments.
     `run.samples` and the log have the samples, and `grad_zeros`, the fraction of gradient elements
     that are exactly zero: an upper bound on the fraction that float16 flushed to zero.
+
+    Takes `log_dir`, `every_n_steps`, `optimizer` and `variables`, as `Monitor` does, and raises the
+    same errors.
 
     Example:
     >>> import keras, kmp, numpy as np
@@ -81,4 +91,4 @@ class GradientHistogram(Monitor):
     <GradientSample step=1 loss_scale=32768: 1 variables>
     """
 
-    parts = (GRADIENTS,)
+    recorded = (GRADIENTS,)

@@ -4,6 +4,7 @@ import dataclasses
 import datetime
 import json
 import math
+import os
 from collections.abc import Collection, Mapping
 from itertools import islice
 from typing import Any
@@ -34,91 +35,106 @@ from kmp.records import (
 )
 from kmp.utils import FLOAT32, validation
 
-LOSS_SCALE, OVERFLOWS, GRADIENTS = PARTS = (
-    "loss_scale",
-    "overflow_count",
-    "grad_norm",
-)  # what each adds to `logs`
+# What can be recorded, by the key that it adds to Keras' `logs`.
+LOSS_SCALE, OVERFLOWS, GRADIENTS = RECORDED = ("loss_scale", "overflow_count", "grad_norm")
 
 Record = dict[str, Any]
+Logs = dict[str, Any] | None
+PathLike = str | os.PathLike[str]
 
 
 def header(model: keras.Model, optimizer: LossScaleOptimizer, has_trained: bool = False) -> Record:
-    """Returns the first line of a log: the start time, the versions and the settings of the training.
+    """Returns the first line of a log: the time, the versions and the settings of the training.
 
     The paths of layers are known after the first step, or if all of them are built.
     """
-    inner = optimizer.inner_optimizer
-    settings = {"rule": type(optimizer.rule).__name__} | dataclasses.asdict(optimizer.rule)
-    settings |= {
-        "model": model.name,
-        "policy": model.dtype_policy.name,
-        "compute_dtypes": sorted(compute_dtypes(model)),
-        "optimizer": type(inner).__name__,
-        "is_keras_optimizer": is_keras_class(type(inner)),
-        "settings_call": optimizer.settings_call,
-        "train_step": "keras" if guarding.has_keras_step(model) else "custom",
-        "replicas": model.distribute_strategy.num_replicas_in_sync,
-        "steps_per_execution": model.steps_per_execution,
-    }
-    numbers = ["learning_rate", "epsilon", "beta_2"]
-    if isinstance(
-        keras_internals.learning_rate_of(inner), keras.optimizers.schedules.LearningRateSchedule
-    ):
-        numbers.remove("learning_rate")  # it changes
-    values = {name: to_number(getattr(inner, name, None)) for name in numbers}
-    settings |= {
-        name: value for name, value in values.items() if value is not None and math.isfinite(value)
-    }
-
-    # A variable may be shared between layers: it counts as float32 if only float32 layers use it.
-    variables = model.trainable_variables  # `fit` builds the optimizer on these
-    by_path = optimizer.variables_by_path() or dict(
-        zip(paths_of(variables), variables, strict=True)
-    )
-    uses = [
-        (layer, variable)
-        for layer in sublayers(model)
-        for variable in keras_internals.declared_trainable(layer)
-    ]
-    other_ids = {id(variable) for layer, variable in uses if layer.compute_dtype != FLOAT32.name}
-    float32_ids = {
-        id(variable) for layer, variable in uses if layer.compute_dtype == FLOAT32.name
-    } - other_ids
-    own_dtype_ids = {
-        id(variable) for layer, variable in uses if variable.dtype != layer.variable_dtype
-    }
-    settings["variable_dtypes"] = sorted({variable.dtype for variable in variables})
-    settings["float32_variables"] = [
-        path for path, variable in by_path.items() if id(variable) in float32_ids
-    ]
-    settings["own_dtype_variables"] = [
-        path for path, variable in by_path.items() if id(variable) in own_dtype_ids
-    ]
+    settings = _settings_of_optimizer(optimizer)
+    settings |= _settings_of_model(model)
+    settings |= _settings_of_variables(model, optimizer)
     if has_trained or guarding.is_built(model):
-        settings["parameters"] = sum(math.prod(weight.shape) for weight in model.weights)
-        settings["layers"] = {
-            path: type(layer).__name__ for path, layer in created_layers(model).items()
-        }
-        settings["output_layers"] = [layer.path or layer.name for layer in output_layers(model)]
-
-    started = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-    versions = {"keras": keras.__version__, "tensorflow": tf.__version__, "numpy": np.__version__}
+        settings |= _settings_of_layers(model)
     return {
         "schema": SCHEMA,
         "kind": "header",
-        "started": started,
-        **versions,
+        "started": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "keras": keras.__version__,
+        "tensorflow": tf.__version__,
+        "numpy": np.__version__,
         "settings": settings,
     }
 
 
-def record_of(snapshot: Snapshot, previous: Snapshot, parts: Collection[str]) -> Record:
+def _settings_of_optimizer(optimizer: LossScaleOptimizer) -> Record:
+    inner = optimizer.inner_optimizer
+    settings = {"rule": type(optimizer.rule).__name__, **dataclasses.asdict(optimizer.rule)}
+    settings["settings_call"] = optimizer.settings_call
+    settings["optimizer"] = type(inner).__name__
+    settings["is_keras_optimizer"] = is_keras_class(type(inner))
+    names = ["epsilon", "beta_2"]
+    schedule = keras.optimizers.schedules.LearningRateSchedule
+    if not isinstance(keras_internals.learning_rate_of(inner), schedule):  # which changes
+        names.append("learning_rate")
+    for name in names:
+        value = to_number(getattr(inner, name, None))
+        if value is not None and math.isfinite(value):
+            settings[name] = value
+    return settings
+
+
+def _settings_of_model(model: keras.Model) -> Record:
+    return {
+        "model": model.name,
+        "policy": model.dtype_policy.name,
+        "compute_dtypes": sorted(compute_dtypes(model)),
+        "train_step": "keras" if guarding.has_keras_step(model) else "custom",
+        "replicas": model.distribute_strategy.num_replicas_in_sync,
+        "steps_per_execution": model.steps_per_execution,
+    }
+
+
+def _settings_of_variables(model: keras.Model, optimizer: LossScaleOptimizer) -> Record:
+    """Returns the dtypes of the trainable variables.
+
+    A variable may be shared between layers: it counts as float32 if only float32 layers use it.
+    """
+    variables = model.trainable_variables  # `fit` builds the optimizer on these
+    by_path = optimizer.variables_by_path()
+    if not by_path:
+        by_path = dict(zip(paths_of(variables), variables, strict=True))
+    in_float32, in_others, with_own_dtype = set[int](), set[int](), set[int]()
+    for layer in sublayers(model):
+        ids = in_float32 if layer.compute_dtype == FLOAT32.name else in_others
+        for variable in keras_internals.declared_trainable(layer):
+            ids.add(id(variable))
+            if variable.dtype != layer.variable_dtype:
+                with_own_dtype.add(id(variable))
+    only_in_float32 = in_float32 - in_others
+
+    def paths_in(ids: set[int]) -> list[str]:
+        return [path for path, variable in by_path.items() if id(variable) in ids]
+
+    return {
+        "variable_dtypes": sorted({variable.dtype for variable in variables}),
+        "float32_variables": paths_in(only_in_float32),
+        "own_dtype_variables": paths_in(with_own_dtype),
+    }
+
+
+def _settings_of_layers(model: keras.Model) -> Record:
+    created = created_layers(model)
+    return {
+        "parameters": sum(math.prod(weight.shape) for weight in model.weights),
+        "layers": {path: type(layer).__name__ for path, layer in created.items()},
+        "output_layers": [layer.path or layer.name for layer in output_layers(model)],
+    }
+
+
+def record_of(snapshot: Snapshot, previous: Snapshot, recorded: Collection[str]) -> Record:
     """Returns the record, with `LOSS_SCALE`, `OVERFLOWS` or both, of the steps, at least one, between two snapshots."""
     record: Record = {"step": snapshot.step}
-    if LOSS_SCALE in parts:
+    if LOSS_SCALE in recorded:
         record |= {"loss_scale": snapshot.loss_scale, "clean_steps": snapshot.clean_steps}
-    if OVERFLOWS not in parts:
+    if OVERFLOWS not in recorded:
         return record
     skipped = snapshot.overflow_count - previous.overflow_count
     record |= {

@@ -6,8 +6,10 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator
 
+from kmp.diagnosis.soundness import error_origin
+from kmp.diagnosis.thresholds import HARMFUL_OUTPUT_ERROR
 from kmp.plots import style
-from kmp.records import HARMFUL_OUTPUT_ERROR, RUN_EXPECTED, Run
+from kmp.records import RUN_EXPECTED, Run
 from kmp.utils import validation
 
 _LOWEST = 1e-6  # smaller errors, such as those of float32 layers, are drawn at the edge
@@ -32,9 +34,10 @@ def layer_errors(run: Run, ax: Axes | None = None) -> Axes:
         are drawn at 1e-6.
 
     Example:
-    >>> from kmp.records import LayerError, Replay
+    >>> from kmp.records.replay import Comparison, LayerError, Replay
     >>> errors = [LayerError("net/first", 1.5, 1.5), LayerError("net/last", 1.2, 0.001)]
-    >>> replay = Replay(32, 2.0**15, 1.0, 1.0, True, True, output_error=1.2, layer_errors=errors)
+    >>> found = Comparison(output_error=1.2, layers=errors)
+    >>> replay = Replay(32, 2.0**15, 1.0, 1.0, True, True, comparison=found)
     >>> layer_errors(Run([{"step": 9, "replay": replay}])).get_title(loc="left")
     'Harmful error begins at net/first'
     """
@@ -46,7 +49,7 @@ def layer_errors(run: Run, ax: Axes | None = None) -> Axes:
     if not comparisons or not comparisons[-1][1].layer_errors:
         return style.empty(ax, "No batch was compared with float32.")
     step, replay = comparisons[-1]
-    errors, origin = replay.layer_errors, replay.error_origin
+    errors, origin = replay.layer_errors, error_origin(replay)
 
     # The errors, the limit, and the layer where a harmful error begins.
     size = 5 if len(errors) <= _MANY_LAYERS else 3

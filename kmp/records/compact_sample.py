@@ -9,7 +9,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 
 from kmp.records.gradient_sample import NORMS, UPDATE_COUNTS, GradientSample
-from kmp.records.log_schema import HIGHEST_NUMBER, MOST_ELEMENTS
+from kmp.records.log_types import HIGHEST_NUMBER, MOST_ELEMENTS
 
 _SIGNIFICANT_BITS = 8  # of norms and magnitudes
 

@@ -1,69 +1,27 @@
-"""Encoding and decoding of the lines of a log; `kmp.records` documents the format. Needs no Keras."""
+"""Encoding and decoding of the lines of a log, see `kmp.records`. Needs no Keras."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, Any, Required, TypedDict
+from typing import Any
 
 import msgspec
 
+from kmp.records import flat_replays
 from kmp.records.compact_sample import compact, expanded
-from kmp.records.log_schema import (
-    Count,
-    CountByVariable,
-    Header,
-    LossScale,
-    Norm,
-    Number,
-    Sample,
-    Text,
-    Texts,
-)
-from kmp.records.replay import Replay
+from kmp.records.log_schema import Header, Record
 from kmp.utils import printable
 
 FILE_NAME = "kmp.jsonl"
 SAMPLE_KEYS = ("sample", "reference")
-MOST_METRICS = 1000  # in one record
+RECORD_KEYS = frozenset(Record.__annotations__)
 _HEADER_BEGIN = b'{"schema":'
 _LONGEST_MESSAGE = 300
-
-
-class Record(TypedDict, total=False):
-    """A line of a log after the header."""
-
-    step: Required[Count]
-    loss_scale: LossScale | None
-    clean_steps: Count
-    overflow_count: Count
-    overflow_rate: Number | None
-    overflows_in_a_row: Count
-    nonfinite_loss_count: Count
-    nonfinite_losses_in_a_row: Count
-    overflows_by_variable: CountByVariable
-    overflow_origins_by_variable: CountByVariable
-    overflow_origin: Text | None
-    last_loss: Number | None
-    highest_loss: Number | None
-    loss_dtype: Text | None
-    epoch: Count
-    metrics: Annotated[dict[Text, Number | None], msgspec.Meta(max_length=MOST_METRICS)]
-    grad_zeros: Number | None
-    grad_norm: Norm | None
-    sample: Sample
-    reference: Sample
-    replay: Replay
-    replay_error: Text
-    fallback: Texts
-    fallback_reason: Text
-
-
-RECORD_KEYS = frozenset(Record.__annotations__)
 _HEADER: msgspec.json.Decoder[Any] = msgspec.json.Decoder(Header)
 _RECORD: msgspec.json.Decoder[Any] = msgspec.json.Decoder(Record)
 
 
 class LogEncoder:
-    """Encodes the lines of one log. Omits the names of a sample if they equal those of the sample before."""
+    """Encodes the lines of one log. Omits the names of a sample that equal those of the last one."""
 
     def __init__(self) -> None:
         self._names: tuple[str, ...] | None = None  # of the last sample
@@ -90,33 +48,51 @@ def check_record(record: Mapping[str, Any]) -> None:
     _RECORD.decode(to_line({"step": 0} | dict(record)))
 
 
-def read_log(file: Path, on_read: Callable[[int], object] | None) -> Iterator[dict[str, Any]]:
-    """Yields the header and the records of a log, with `GradientSample`s; `on_read` and errors as in `load_run`."""
+def read_log(file: Path) -> Iterator[dict[str, Any]]:
+    """Yields the header and the records of a log, with their samples; errors as in `load_run`."""
     names: tuple[str, ...] | None = None  # of the last sample: the samples of a run share them
     with file.open("rb") as lines:
         for number, line in enumerate(lines, 1):
-            is_of_log = (
-                number > 1 or line.startswith(_HEADER_BEGIN) or _HEADER_BEGIN.startswith(line)
-            )
-            if is_of_log and not line.endswith(b"\n"):
-                return  # a killed process wrote a part of the line
+            if _is_truncated(line, is_first=number == 1):
+                return
             try:
-                record: dict[str, Any] = (_HEADER if number == 1 else _RECORD).decode(line)
-                for key in (key for key in SAMPLE_KEYS if key in record):
-                    names = record[key]["names"] = (
-                        tuple(record[key]["names"]) if "names" in record[key] else names
-                    )
-                    if names is None:
-                        raise ValueError(f"No sample before this one has `names` - at `$.{key}`")
-                    try:
-                        record[key] = expanded(record["step"], record[key])
-                    except ValueError as error:
-                        raise ValueError(f"{error} - at `$.{key}`") from error
+                record = _HEADER.decode(line) if number == 1 else _decoded(line)
+                names = _expand_samples(record, names)
             except (msgspec.MsgspecError, ValueError, RecursionError) as error:
                 message = f"{file}:{number}: {str(error)[:_LONGEST_MESSAGE]}"
-                raise ValueError(
-                    printable(message)
-                ) from error  # an uncaught error is printed by Python, as it is
+                # Python prints an uncaught error as it is.
+                raise ValueError(printable(message)) from error
             yield record
-            if on_read:
-                on_read(len(line))
+
+
+def _is_truncated(line: bytes, is_first: bool) -> bool:
+    """Whether a killed process wrote only a part of a line of a log."""
+    is_of_log = not is_first or line.startswith(_HEADER_BEGIN) or _HEADER_BEGIN.startswith(line)
+    return is_of_log and not line.endswith(b"\n")
+
+
+def _decoded(line: bytes) -> dict[str, Any]:
+    if flat_replays.MARK not in line:
+        return _RECORD.decode(line)
+    record = msgspec.json.decode(line)
+    if isinstance(record, dict) and isinstance(record.get("replay"), dict):
+        record["replay"] = flat_replays.nested(record["replay"])
+    return msgspec.convert(record, Record)
+
+
+def _expand_samples(
+    record: dict[str, Any], names: tuple[str, ...] | None
+) -> tuple[str, ...] | None:
+    """Expands the samples of a record. Returns the names of the variables of the last one."""
+    for key in (key for key in SAMPLE_KEYS if key in record):
+        data = record[key]
+        if "names" in data:
+            names = tuple(data["names"])
+        if names is None:
+            raise ValueError(f"No sample before this one has `names` - at `$.{key}`")
+        data["names"] = names
+        try:
+            record[key] = expanded(record["step"], data)
+        except ValueError as error:
+            raise ValueError(f"{error} - at `$.{key}`") from error
+    return names

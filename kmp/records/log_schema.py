@@ -1,88 +1,234 @@
-"""The structure of a log, except that of a record; `kmp.records` documents the keys."""
+"""The schema of a log: each key with its type, its range and its meaning.
 
-from typing import Annotated, Literal, NotRequired, TypedDict
+This is the only place where they stand. The docstring of `kmp.records` and the page on logs are
+made from it.
+"""
+
+import textwrap
+import types
+import typing
+from typing import Annotated, Any, Literal, NotRequired, Required, TypedDict
 
 from msgspec import Meta
 
-from kmp.records.exponent_histogram import BIN_COUNT
-from kmp.utils import FLOAT32
+from kmp.records.log_types import (
+    Bins,
+    Count,
+    CountByVariable,
+    Factor,
+    Fraction,
+    LossScale,
+    Metrics,
+    Names,
+    Norm,
+    Number,
+    PositiveInteger,
+    Text,
+    TextByPath,
+    Texts,
+)
+from kmp.records.replay import Replay
 
 SCHEMA = 1
+_TYPES = {int: "integer", float: "float", str: "string", bool: "true or false", list: "list"}
 
-# Steps on the axis of a plot are float64, which has half steps below 2^52; matplotlib needs four
-# bits more.
-Count = Annotated[int, Meta(ge=0, lt=2**48)]
-PositiveInteger = Annotated[int, Meta(ge=1, le=2**63 - 1)]
-# Below this is each count of a sample. The sum of the counts in 280 bins of 2^18 variables then
-# fits int64.
-MOST_ELEMENTS = 2**36
-MOST_VARIABLES = Meta(max_length=2**18)
 
-# Squares and ratios of these do not overflow float64, and no float32 computation exceeds them.
-HIGHEST_NUMBER = 1e100
-Number = Annotated[float, Meta(ge=-HIGHEST_NUMBER, le=HIGHEST_NUMBER)]
-Norm = Annotated[float, Meta(ge=0, le=HIGHEST_NUMBER)]
-Magnitude = Annotated[float, Meta(ge=0, le=FLOAT32.max)]
-LossScale = Annotated[float, Meta(ge=FLOAT32.smallest_subnormal, le=FLOAT32.max)]
-Text = Annotated[str, Meta(max_length=4096)]
-Texts = Annotated[list[Text], Meta(max_length=100)]
-CountByVariable = Annotated[dict[Text, Count], MOST_VARIABLES]
+def _is(meaning: str) -> Meta:
+    return Meta(description=meaning)
 
 
 class Sample(TypedDict):
-    """The gradient statistics of one step; `kmp.records.compact_sample` checks what the texts contain."""
+    """The gradient statistics of one step.
 
-    loss_scale: LossScale
-    bins: Annotated[list[Annotated[int, Meta(ge=0, lt=BIN_COUNT)]], Meta(max_length=BIN_COUNT)]
-    counts: str
-    amax: NotRequired[str]
-    norm: NotRequired[str]
-    weight_norm: NotRequired[str]
-    update_norm: NotRequired[str]
-    updates: NotRequired[str]
-    lost_updates: NotRequired[str]
-    names: NotRequired[Annotated[list[Text], MOST_VARIABLES]]
+    `kmp.records.compact_sample` checks what the texts contain.
+    """
+
+    loss_scale: Annotated[LossScale, _is("the scale of that step")]
+    bins: Annotated[
+        Bins,
+        _is("the bins of `ExponentHistogram` that have an element, in ascending order"),
+    ]
+    counts: Annotated[
+        str,
+        _is(
+            "int64, the number of elements of the loss-scaled gradients in each of `bins`, one row"
+            " per bin and one column per variable; exact"
+        ),
+    ]
+    amax: NotRequired[
+        Annotated[str, _is("float64, one number per variable: `GradientSample.amax`")]
+    ]
+    norm: NotRequired[Annotated[str, _is("float64, `GradientSample.norm`")]]
+    weight_norm: NotRequired[Annotated[str, _is("float64, `GradientSample.weight_norm`")]]
+    update_norm: NotRequired[Annotated[str, _is("float64, `GradientSample.update_norm`")]]
+    updates: NotRequired[Annotated[str, _is("int64, `GradientSample.updates`")]]
+    lost_updates: NotRequired[Annotated[str, _is("int64, `GradientSample.lost_updates`")]]
+    names: NotRequired[
+        Annotated[
+            Names,
+            _is(
+                "the variables' paths, from the input to the loss; omitted if they equal those of"
+                " the `sample` or `reference` before"
+            ),
+        ]
+    ]
 
 
 class Settings(TypedDict, total=False):
     """The settings of a run."""
 
-    rule: Text
-    loss_scale: LossScale
-    initial_scale: LossScale
-    min_scale: LossScale
-    max_scale: LossScale
-    growth_interval: PositiveInteger
-    growth_factor: Annotated[float, Meta(gt=1, le=FLOAT32.max)]
-    backoff_factor: Annotated[float, Meta(gt=0, lt=1)]
-    hysteresis: PositiveInteger
-    model: Text
-    policy: Text
-    optimizer: Text
-    is_keras_optimizer: bool
-    settings_call: Text
-    learning_rate: Number
-    epsilon: Number
-    beta_2: Number
-    train_step: Text
-    layers: Annotated[dict[Text, Text], MOST_VARIABLES]
-    output_layers: Annotated[list[Text], MOST_VARIABLES]
-    compute_dtypes: Texts
-    variable_dtypes: Texts
-    float32_variables: Annotated[list[Text], MOST_VARIABLES]
-    own_dtype_variables: Annotated[list[Text], MOST_VARIABLES]
-    replicas: PositiveInteger
-    steps_per_execution: PositiveInteger
-    parameters: Count
+    rule: Annotated[Text, _is('`"DynamicScale"` or `"FixedScale"`')]
+    loss_scale: Annotated[LossScale, _is("that of a fixed scale")]
+    initial_scale: Annotated[LossScale, _is("as in `kmp.LossScaleOptimizer`")]
+    min_scale: Annotated[LossScale, _is("as there")]
+    max_scale: Annotated[LossScale, _is("as there")]
+    growth_interval: Annotated[PositiveInteger, _is("as there")]
+    growth_factor: Annotated[Factor, _is("as there")]
+    backoff_factor: Annotated[Fraction, _is("as there")]
+    hysteresis: Annotated[PositiveInteger, _is("as there")]
+    settings_call: Annotated[Text, _is("the call that has set the loss scale")]
+    model: Annotated[Text, _is("the name of the model")]
+    policy: Annotated[Text, _is("the name of its dtype policy")]
+    parameters: Annotated[Count, _is("the number of elements of its weights")]
+    layers: Annotated[TextByPath, _is("the class of each of its layers, by path")]
+    output_layers: Annotated[Names, _is("the paths of the layers that return its outputs")]
+    compute_dtypes: Annotated[Texts, _is("the float dtypes that its layers compute in")]
+    variable_dtypes: Annotated[Texts, _is("the dtypes of its trainable variables")]
+    float32_variables: Annotated[Names, _is("the paths of the variables of float32 layers")]
+    own_dtype_variables: Annotated[
+        Names,
+        _is("the paths of the variables with another dtype than the policy of their layer gives"),
+    ]
+    train_step: Annotated[Text, _is('`"keras"` or `"custom"`')]
+    optimizer: Annotated[Text, _is("the class of the inner optimizer")]
+    is_keras_optimizer: Annotated[bool, _is("whether Keras defines that class")]
+    learning_rate: Annotated[Number, _is("that of the optimizer, if it is constant")]
+    epsilon: Annotated[Number, _is("that of the optimizer, if it has one")]
+    beta_2: Annotated[Number, _is("that of the optimizer, if it has one")]
+    replicas: Annotated[PositiveInteger, _is("the number of replicas of all workers")]
+    steps_per_execution: Annotated[PositiveInteger, _is("as in `compile`")]
 
 
 class Header(TypedDict):
     """The first line of a log."""
 
-    schema: Annotated[int, Meta(ge=SCHEMA, le=SCHEMA)]
-    kind: Literal["header"]
-    started: NotRequired[Text]
-    keras: NotRequired[Text]
-    tensorflow: NotRequired[Text]
-    numpy: NotRequired[Text]
-    settings: NotRequired[Settings]
+    schema: Annotated[int, Meta(ge=SCHEMA, le=SCHEMA), _is("the version of the format")]
+    kind: Annotated[Literal["header"], _is('`"header"`')]
+    started: NotRequired[Annotated[Text, _is("the time when the training began, UTC")]]
+    keras: NotRequired[Annotated[Text, _is("the version of Keras")]]
+    tensorflow: NotRequired[Annotated[Text, _is("the version of TensorFlow")]]
+    numpy: NotRequired[Annotated[Text, _is("the version of NumPy")]]
+    settings: NotRequired[Annotated[Settings, _is("see below")]]
+
+
+class Record(TypedDict, total=False):
+    """A line of a log after the header."""
+
+    step: Required[Annotated[Count, _is("training steps done, including skipped ones")]]
+    loss_scale: Annotated[LossScale | None, _is("the scale of the next step")]
+    clean_steps: Annotated[
+        Count,
+        _is(
+            "steps without an overflow since the scale last grew (or would have grown, if it is at"
+            " its maximum) or the gradients of a finite loss last overflowed"
+        ),
+    ]
+    overflow_count: Annotated[
+        Count,
+        _is("steps skipped since training began because the loss or a gradient was non-finite"),
+    ]
+    overflow_rate: Annotated[
+        Number | None, _is("the fraction of steps skipped since the previous record")
+    ]
+    overflows_in_a_row: Annotated[Count, _is("steps skipped since the last applied step")]
+    nonfinite_loss_count: Annotated[
+        Count, _is("the steps in `overflow_count` whose loss was non-finite before scaling")
+    ]
+    nonfinite_losses_in_a_row: Annotated[
+        Count, _is("the steps in `overflows_in_a_row` whose loss was non-finite before scaling")
+    ]
+    overflows_by_variable: Annotated[
+        CountByVariable,
+        _is(
+            "the number of steps in which the gradient of a variable was non-finite, by path; zeros"
+            " are omitted. In records in which this or the next key has changed, in a long run in"
+            " some of them"
+        ),
+    ]
+    overflow_origins_by_variable: Annotated[
+        CountByVariable,
+        _is(
+            "the number of skipped steps with a finite loss in which a variable was the overflow"
+            " origin, by path; zeros are omitted"
+        ),
+    ]
+    overflow_origin: Annotated[
+        Text | None,
+        _is(
+            "in records after new such steps: the path of the last step's overflow origin, see"
+            " `Snapshot`"
+        ),
+    ]
+    last_loss: Annotated[
+        Number | None, _is("the loss of the last step before scaling, summed over replicas")
+    ]
+    highest_loss: Annotated[
+        Number | None,
+        _is("the largest magnitude of a finite loss so far, before scaling, summed over replicas"),
+    ]
+    loss_dtype: Annotated[
+        Text | None,
+        _is(
+            "the dtype of the loss that `scale_loss` got, in the first record and where it changed"
+        ),
+    ]
+    epoch: Annotated[Count, _is("at the end of an epoch: its number from 0, as in Keras")]
+    metrics: Annotated[
+        Metrics,
+        _is(
+            "at the end of an epoch: each number of Keras' `logs`, such as `loss` and"
+            " `val_accuracy`, and `learning_rate`"
+        ),
+    ]
+    grad_zeros: Annotated[
+        Number | None,
+        _is("the fraction of gradient elements that are exactly zero in the sampled step, `step`"),
+    ]
+    grad_norm: Annotated[
+        Norm | None, _is("the L2 norm of all gradients of that step, without the loss scale")
+    ]
+    sample: Annotated[Sample, _is("the gradient statistics of that step, see below")]
+    reference: Annotated[Sample, _is("the same, of the float32 pass of `replay`")]
+    replay: Annotated[
+        Replay,
+        _is(
+            "what two passes over a batch of the training showed, one in the precision of the model"
+            " and one in float32, see `Replay`"
+        ),
+    ]
+    replay_error: Annotated[Text, _is("why such a batch could not be replayed")]
+    fallback: Annotated[Texts, _is("the paths of layers that compute in float32 since this step")]
+    fallback_reason: Annotated[Text, _is("why")]
+
+
+def listed(schema: type) -> str:
+    """Returns the keys of a schema with their types and meanings, as a list in Markdown."""
+    hints = typing.get_type_hints(schema, include_extras=True)
+    return "\n".join(_line(name, hints[name]) for name in hints)
+
+
+def _line(name: str, hint: Any) -> str:
+    while typing.get_origin(hint) in (NotRequired, Required):
+        hint = typing.get_args(hint)[0]
+    texts = [meta.description for meta in hint.__metadata__ if meta.description]
+    text = f"- `{name}`: {_type_name(hint.__origin__)}, {texts[-1]}."
+    return "\n".join(textwrap.wrap(text, 100, subsequent_indent="  ", break_on_hyphens=False))
+
+
+def _type_name(hint: Any) -> str:
+    origin = typing.get_origin(hint)
+    if origin is Annotated:
+        return _type_name(hint.__origin__)
+    if origin is types.UnionType:
+        return _type_name(typing.get_args(hint)[0])
+    return _TYPES.get(origin or hint, "string" if origin is Literal else "object")

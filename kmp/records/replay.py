@@ -1,12 +1,23 @@
-"""What a replay of one training batch showed. Needs no Keras."""
+"""What a replay of one training batch showed. Needs no Keras.
 
-from collections.abc import Sequence
+Nothing here judges: `kmp.diagnosis` does, from these values.
+"""
+
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
 from msgspec import Meta
 
-from kmp.records.log_schema import MOST_VARIABLES, Count, LossScale, Magnitude, Number, Text, Texts
+from kmp.records.log_types import (
+    MOST_VARIABLES,
+    Count,
+    LossScale,
+    Magnitude,
+    Names,
+    Number,
+    Text,
+    Texts,
+)
 
 # Names of what a replay finds outside of layers.
 BATCH_X, BATCH_Y, BATCH_WEIGHTS = BATCH_PARTS = (
@@ -17,17 +28,114 @@ BATCH_X, BATCH_Y, BATCH_WEIGHTS = BATCH_PARTS = (
 LOSS_FUNCTION = "the loss function"
 
 Share = Annotated[float, Meta(ge=0, le=1)]
+ShareByPath = Annotated[dict[Text, Share], MOST_VARIABLES]
+MagnitudeByPath = Annotated[dict[Text, Magnitude], MOST_VARIABLES]
 
-# Above these errors, float16 hurts. Sound programs stay below 0.004 and 0.12 in float16, and 0.02
-# in bfloat16; programs that float16 ruins are at 0.25 and more. An error of the outputs alone does
-# no harm: that of a constant that all examples share, such as the mean of a regression, can be
-# large beside how they vary, and the loss not notice it.
-HARMFUL_OUTPUT_ERROR = 0.05
-HARMFUL_GRADIENT_ERROR = 0.25
-_NOTICED_GRADIENT_ERROR = 0.1
-_CONVERGED = 1e-3  # gradients that are smaller, relative to the largest ones of the layer
-_SLOW_UPDATE = 0.5  # of a state: it moves half the way to the value of a batch, or less
-HARMFUL_OUTPUT_ERROR_ALONE = 0.25  # where there are no gradients, or no layer adds to it
+
+@dataclass(frozen=True)
+class NonfinitePart:
+    """A part of a batch with NaN or Inf, or with an input that overflows float16.
+
+    Args:
+        part: One of `"the batch's x"`, `"the batch's y"` and `"the batch's sample_weight"`.
+        key: The index of the tensor in a part with several, as Python source: `"['label']"`.
+        is_too_large: Whether that tensor has no NaN and no Inf, but values beyond float16's
+            maximum.
+    """
+
+    part: Text
+    key: Text = ""
+    is_too_large: bool = False
+
+
+@dataclass(frozen=True)
+class InvalidTargets:
+    """Targets of a classification that are not all indices of classes.
+
+    Args:
+        smallest: The smallest target.
+        largest: The largest target.
+        classes: The number of classes of the output.
+        output: The index of the output among those of the model.
+        key: The index of the targets in `y`, as Python source, if it has several, such as
+            `"['label']"`.
+        only_invalid: The invalid target, if all of them are the same number.
+        per_example: The number of targets of each example.
+        from_logits: Whether the compiled loss takes logits.
+        is_binary: Whether the loss is a binary cross-entropy, which takes numbers from 0 to 1.
+    """
+
+    smallest: Number
+    largest: Number
+    classes: Count
+    output: Count = 0
+    key: Text = ""
+    only_invalid: int | None = None
+    per_example: Count = 1
+    from_logits: bool = False
+    is_binary: bool = False
+
+
+@dataclass(frozen=True)
+class LostWeight:
+    """A weight of which float16 loses values.
+
+    Args:
+        path: Path of the variable.
+        zero: The share of its nonzero values that are 0 in float16.
+        infinite: The share that is Inf.
+    """
+
+    path: Text
+    zero: Share
+    infinite: Share
+
+
+@dataclass(frozen=True)
+class BatchCheck:
+    """The batch and the weights before any pass.
+
+    Args:
+        nonfinite: The first part of the batch with NaN, Inf or inputs beyond float16's maximum.
+        invalid_targets: The targets of the first output for which a target is not the index of a
+            class and the loss is not finite, or that are beyond the range of a binary
+            cross-entropy.
+        has_sample_weight: Whether the batch has sample weights.
+        nonfinite_variables: The variables with NaN or Inf.
+        lost_weights: The weights with values that are 0 or Inf in float16, of layers that compute
+            in it.
+        float16_states: The number of float16 variables that the training step assigns beside the
+            weights.
+    """
+
+    nonfinite: NonfinitePart | None = None
+    invalid_targets: InvalidTargets | None = None
+    has_sample_weight: bool = False
+    nonfinite_variables: Texts = field(default_factory=list)
+    lost_weights: Annotated[list[LostWeight], MOST_VARIABLES] = field(default_factory=list)
+    float16_states: Count = 0
+
+
+@dataclass(frozen=True)
+class GradientRange:
+    """The range of the gradients of a batch, and what float16 flushes of them.
+
+    Args:
+        usable_scale: The largest loss scale, a power of two, at which no gradient in 16 bits comes
+            near float16's maximum; `None` if these gradients are not finite in float32 or all
+            zero, or if there are none.
+        of_activations: The largest magnitude of the gradient of each layer's outputs in float32,
+            without the loss scale, by layer path, in the order of the backward pass. Those that
+            are not finite are omitted.
+        flushed: Share of the elements of each gradient that are zero at the loss scale in use and
+            not in float32, by variable path; zeros are omitted.
+        zero: The variables whose gradient is zero in float32 too.
+    """
+
+    usable_scale: LossScale | None = None
+    of_activations: MagnitudeByPath = field(default_factory=dict)
+    flushed: ShareByPath = field(default_factory=dict)
+    zero: Names = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -61,31 +169,32 @@ class NonfiniteOperation:
 
 
 @dataclass(frozen=True)
-class InvalidTargets:
-    """Targets of a classification that are not all indices of classes.
+class Overflow:
+    """The operations of a pass that is not finite, or finite and far from float32.
+
+    Of the pass in the precision of the model; if loss or gradients are not finite in float32
+    either, of that one.
 
     Args:
-        smallest: The smallest target.
-        largest: The largest target.
-        classes: The number of classes of the output.
-        output: The index of the output among those of the model.
-        key: The index of the targets in `y`, as Python source, if it has several, such as
-            `"['label']"`.
-        only_invalid: The invalid target, if all of them are the same number.
-        per_example: The number of targets of each example.
-        from_logits: Whether the compiled loss takes logits.
-        is_binary: Whether the loss is a binary cross-entropy, which takes numbers from 0 to 1.
+        operations: The first operations that returned NaN or Inf.
+        lost_constants: For each layer of these, the scalars among its operands that are zero or
+            infinite in float16.
+        outputs: The layers whose outputs were not finite, in the order of their calls.
+        underflows: The largest share of the results of an operation that are 0 in float16 though
+            its operands are not, by layer; zeros are omitted. Measured in a finite pass.
+        is_finite_compiled: Whether the outputs of a compiled forward pass were those of float32,
+            though the loss of the replay, which runs operation by operation, was not finite.
     """
 
-    smallest: Number
-    largest: Number
-    classes: Count
-    output: Count = 0
-    key: Text = ""
-    only_invalid: int | None = None
-    per_example: Count = 1
-    from_logits: bool = False
-    is_binary: bool = False
+    operations: Annotated[list[NonfiniteOperation], Meta(max_length=100)] = field(
+        default_factory=list
+    )
+    lost_constants: Annotated[dict[Text, list[Number]], Meta(max_length=100)] = field(
+        default_factory=dict
+    )
+    outputs: Texts = field(default_factory=list)
+    underflows: ShareByPath = field(default_factory=dict)
+    is_finite_compiled: bool = False
 
 
 @dataclass(frozen=True)
@@ -108,48 +217,6 @@ class LayerError:
     error: Magnitude
     new_error: Magnitude | None = None
     input_error: Magnitude | None = None
-
-
-@dataclass(frozen=True)
-class LostWeight:
-    """A weight of which float16 loses values.
-
-    Args:
-        path: Path of the variable.
-        zero: The share of its nonzero values that are 0 in float16.
-        infinite: The share that is Inf.
-    """
-
-    path: Text
-    zero: Share
-    infinite: Share
-
-
-@dataclass(frozen=True)
-class StateError:
-    """What the precision of the model changes in the update of a state that is not trainable, such as a moving average.
-
-    Relative to the L2 norm of the update in float32, which is what a training step adds to the
-    state.
-
-    Args:
-        path: Path of the variable.
-        error: The L2 norm of the difference from the state after the update in float32.
-        noise: At most how much the update would differ for another batch of the same size.
-        next_update: The L2 norm of the update that follows on the same batch: 0 if the state is the
-            batch's own, almost 1 if it moves slowly.
-    """
-
-    path: Text
-    error: Magnitude
-    noise: Magnitude
-    next_update: Magnitude
-
-    @property
-    def is_harmful(self) -> bool:
-        """Whether a state that moves slowly stays far from where the batches move it."""
-        lags = self.noise < HARMFUL_GRADIENT_ERROR and self.next_update > _SLOW_UPDATE
-        return lags and self.error > HARMFUL_GRADIENT_ERROR
 
 
 @dataclass(frozen=True)
@@ -176,21 +243,77 @@ class GradientError:
     noise: Magnitude | None = None
     largest_norm: Magnitude = 0.0
 
-    @property
-    def has_converged(self) -> bool:
-        """Whether the gradients are nothing beside those of earlier steps: their errors do no harm then."""
-        return self.norm < _CONVERGED * self.largest_norm
 
-    @property
-    def is_harmful(self) -> bool:
-        """Whether the error is large, and above the sampling noise: as a whole, or the part that is lost."""
-        if self.has_converged:
-            return False
-        noise = self.noise or 0.0
-        lost = 1.0 - self.kept
-        return self.error > HARMFUL_GRADIENT_ERROR and (
-            self.error > noise or lost > max(noise, HARMFUL_GRADIENT_ERROR)
-        )
+@dataclass(frozen=True)
+class StateError:
+    """What the precision of the model changes in the update of a state, such as a moving average.
+
+    Relative to the L2 norm of the update in float32, which is what a training step adds to the
+    state.
+
+    Args:
+        path: Path of the variable.
+        error: The L2 norm of the difference from the state after the update in float32.
+        noise: At most how much the update would differ for another batch of the same size.
+        next_update: The L2 norm of the update that follows on the same batch: 0 if the state is
+            the batch's own, almost 1 if it moves slowly.
+    """
+
+    path: Text
+    error: Magnitude
+    noise: Magnitude
+    next_update: Magnitude
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """How far the results of a finite pass in the precision of the model are from float32.
+
+    Args:
+        output_error: The relative error of the model's outputs, as in `LayerError`. If the replay
+            was not finite but the training step was, that of a compiled forward pass; there are no
+            gradients and states then.
+        layers: The errors of the outputs of layers, in the order of the calls.
+        gradients: The errors of the gradients of layers, the largest first.
+        states: The errors of the updates of states that are not trainable, of those above 0.25.
+            `None` if they were not measured: a batch that cannot be halved to tell errors from
+            noise, or too little time.
+    """
+
+    output_error: Magnitude
+    layers: Annotated[list[LayerError], Meta(max_length=1000)] = field(default_factory=list)
+    gradients: Annotated[list[GradientError], Meta(max_length=1000)] = field(default_factory=list)
+    states: Annotated[list[StateError], MOST_VARIABLES] | None = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class UnscaledGradients:
+    """Gradients that do not grow with the loss scale.
+
+    Args:
+        layers: The layers whose gradients have a part that does not grow with it.
+        are_all: Whether hardly anything of any gradient grows, as if the step clips scaled
+            gradients.
+        origin: The layer with the backward pass after which they do not grow; empty if it is not
+            known.
+    """
+
+    layers: Names = field(default_factory=list)
+    are_all: bool = False
+    origin: Text = ""
+
+
+@dataclass(frozen=True)
+class LayerSearch:
+    """The search for layers that have to compute in float32 for a sound pass.
+
+    Args:
+        is_found: Whether layers were found.
+        layers: Their paths. Empty if none has to change at the largest usable loss scale.
+    """
+
+    is_found: bool
+    layers: Texts = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -207,61 +330,23 @@ class Replay:
         float32_loss: The loss in float32; `None` if it is not finite.
         is_finite: Whether the loss and all gradients were finite in the precision of the model.
         is_finite_in_float32: Whether they were in float32.
-        usable_scale: The largest loss scale, a power of two, at which no gradient in 16 bits comes
-            near float16's maximum; `None` if these gradients are not finite in float32 or all zero,
-            or if there are none.
-        nonfinite: The first operations that returned NaN or Inf in the precision of the model, also
-            in a pass that is finite but harmful; if loss or gradients are not finite in float32
-            either, those in float32.
-        lost_constants: For each layer of `nonfinite`, the scalars among its operands that are zero
-            or infinite in float16.
-        nonfinite_outputs: The layers whose outputs were not finite in that pass, in the order of
-            their calls.
-        nonfinite_variables: The variables with NaN or Inf.
-        nonfinite_part: The part of the batch with NaN or Inf, or with an input beyond float16's
-            maximum; or `None`.
-        nonfinite_key: The index of that tensor in a part with several, as Python source, such as
-            `"['label']"`.
-        has_sample_weight: Whether the batch has sample weights.
-        is_part_finite: Whether that tensor has no NaN and no Inf, but values beyond float16's
-            maximum.
-        invalid_targets: The targets of the first output for which a target is not the index of a
-            class and the loss is not finite, or that are beyond the range of a binary
-            cross-entropy; or `None`.
-        float32_layers: The layers that have to compute in float32 for a finite loss and finite
-            gradients without a harmful error; `None` if no set of layers was found.
-        activation_gradients: The largest magnitude of the gradient of each layer's outputs in
-            float32, without the loss scale, by layer path, in the order of the backward pass. Those
-            that are not finite are omitted.
-        flushed: Share of the elements of each gradient that are zero at the loss scale in use and
-            not in float32, by variable path; zeros are omitted.
-        zero: The variables whose gradient is zero in float32 too.
         is_forward_only: Whether only the forward pass was replayed.
-        output_error: The relative error of the model's outputs, as in `LayerError`; `None` if a
-            pass was not finite. If that of the replay was not, but the training step was, the
-            harmful error of a compiled forward pass.
-        is_finite_compiled: Whether the outputs of a compiled forward pass were those of float32,
-            though the loss of the replay, which runs operation by operation, was not finite.
-        layer_errors: What the precision of the model changes in the outputs of the layers, in the
-            order of the calls.
-        gradient_errors: What it changes in the gradients of the layers. Empty if a pass was not
-            finite.
-        state_errors: What it changes in the updates of states that are not trainable, of those
-            above 0.25. `None` if it was not measured: a batch that cannot be halved to tell errors
-            from noise, or too little time.
-        underflows: The largest share of the results of an operation that are 0 in float16 though
-            its operands are not, by layer, in a pass that is finite but harmful; zeros are omitted.
-        unscaled_layers: The layers whose gradients have a part that does not grow with the loss
-            scale. Measured for a `train_step` of the user's own, and where errors of gradients are
-            harmful and no layers remove them.
-        is_unscaled: Whether hardly anything of any gradient grows with it, as if the step clips
-            scaled gradients.
-        unscaled_by: The layer with the backward pass after which they do not grow; empty if it is
-            not known.
-        lost_weights: The weights with values that are 0 or Inf in float16, of layers that compute
-            in it.
-        float16_states: The number of float16 variables that the training step assigns beside the
-            weights.
+        batch: What is wrong with the batch and the weights.
+        gradients: The range of the gradients.
+        overflow: The operations with NaN, Inf and underflow. `None` if these were not looked for:
+            in a pass that is finite and close to float32.
+        comparison: The differences between the two passes. `None` if one was not finite or drew
+            other random numbers.
+        unscaled: The gradients that do not grow with the loss scale. `None` if that was not
+            measured, as it is for a `train_step` of the user's own, and where errors of gradients
+            are harmful and no layers remove them.
+        search: The search for layers that need float32. `None` in a pass that needs none.
+
+    Example:
+    >>> errors = Comparison(output_error=0.3, layers=[LayerError("norm", error=0.3)])
+    >>> replay = Replay(32, 1024.0, 0.5, 0.4, True, True, comparison=errors)
+    >>> replay.output_error, replay.float32_layers
+    (0.3, [])
     """
 
     examples: Count
@@ -270,102 +355,35 @@ class Replay:
     float32_loss: Number | None
     is_finite: bool
     is_finite_in_float32: bool
-    usable_scale: LossScale | None = None
-    nonfinite: Annotated[list[NonfiniteOperation], Meta(max_length=100)] = field(
-        default_factory=list
-    )
-    lost_constants: Annotated[dict[Text, list[Number]], Meta(max_length=100)] = field(
-        default_factory=dict
-    )
-    nonfinite_outputs: Texts = field(default_factory=list)
-    nonfinite_variables: Texts = field(default_factory=list)
-    nonfinite_part: Text | None = None
-    nonfinite_key: Text = ""
-    is_part_finite: bool = False
-    has_sample_weight: bool = False
-    invalid_targets: InvalidTargets | None = None
-    float32_layers: Texts | None = None
-    activation_gradients: Annotated[dict[Text, Magnitude], MOST_VARIABLES] = field(
-        default_factory=dict
-    )
-    flushed: Annotated[dict[Text, Share], MOST_VARIABLES] = field(default_factory=dict)
-    zero: Annotated[list[Text], MOST_VARIABLES] = field(default_factory=list)
     is_forward_only: bool = False
-    output_error: Magnitude | None = None
-    is_finite_compiled: bool = False
-    layer_errors: Annotated[list[LayerError], Meta(max_length=1000)] = field(default_factory=list)
-    gradient_errors: Annotated[list[GradientError], Meta(max_length=1000)] = field(
-        default_factory=list
-    )
-    state_errors: Annotated[list[StateError], MOST_VARIABLES] | None = field(default_factory=list)
-    underflows: Annotated[dict[Text, Share], MOST_VARIABLES] = field(default_factory=dict)
-    unscaled_layers: Annotated[list[Text], MOST_VARIABLES] = field(default_factory=list)
-    is_unscaled: bool = False
-    unscaled_by: Text = ""
-    lost_weights: Annotated[list[LostWeight], MOST_VARIABLES] = field(default_factory=list)
-    float16_states: Count = 0
+    batch: BatchCheck = field(default_factory=BatchCheck)
+    gradients: GradientRange = field(default_factory=GradientRange)
+    overflow: Overflow | None = None
+    comparison: Comparison | None = None
+    unscaled: UnscaledGradients | None = None
+    search: LayerSearch | None = None
 
     @property
-    def is_compared(self) -> bool:
-        """Whether both passes were finite, so that their results could be compared."""
-        return self.output_error is not None
+    def float32_layers(self) -> list[str]:
+        """The layers that were found to need float32; none if none were, or were looked for."""
+        return self.search.layers if self.search else []
 
     @property
-    def is_harmful(self) -> bool:
-        """Whether the results differ so much that float16 hurts the training."""
-        return is_harmful(self.output_error or 0.0, self.gradient_errors) or bool(self.lost_states)
+    def operations(self) -> list[NonfiniteOperation]:
+        """The first operations that returned NaN or Inf."""
+        return self.overflow.operations if self.overflow else []
 
     @property
-    def loss_difference(self) -> float:
-        """The magnitude of the difference of the loss from float32; 0 if a loss is not known."""
-        return (
-            0.0
-            if self.loss is None or self.float32_loss is None
-            else abs(self.loss - self.float32_loss)
-        )
+    def output_error(self) -> float | None:
+        """The relative error of the model's outputs; `None` if it was not compared."""
+        return self.comparison.output_error if self.comparison else None
 
     @property
-    def lost_states(self) -> list[str]:
-        """The paths of the states that float16 keeps far from where the batches move them."""
-        return [each.path for each in self.state_errors or () if each.is_harmful]
+    def layer_errors(self) -> list[LayerError]:
+        """The errors of the outputs of layers; none if they were not compared."""
+        return self.comparison.layers if self.comparison else []
 
     @property
-    def overflow_inside(self) -> NonfiniteOperation | None:
-        """The first forward operation with NaN or Inf in the loss or one of `float32_layers`; others may be masks."""
-        suspects = (LOSS_FUNCTION, *(self.float32_layers or ()))
-        return next(
-            (each for each in self.nonfinite if each.layer in suspects and not each.is_backward),
-            None,
-        )
-
-    @property
-    def error_origin(self) -> LayerError | None:
-        """The layer where a harmful error of the outputs begins: it adds most to it on inputs of float32.
-
-        One of `float32_layers` if they add to it. A layer with a weight that float16 loses may add
-        little to it, which the next layers amplify. `None` without a harmful error, or if no layer
-        adds to it.
-        """
-        if (self.output_error or 0.0) <= HARMFUL_OUTPUT_ERROR:
-            return None
-        errors = [
-            each for each in self.layer_errors if (each.new_error or 0.0) > HARMFUL_OUTPUT_ERROR
-        ]
-        suspects = errors or [
-            each for each in self.layer_errors if self.lost_weights_of(each.layer)
-        ]
-        cured = [each for each in suspects if each.layer in (self.float32_layers or ())]
-        return max(cured or errors, key=lambda each: each.new_error or 0.0, default=None)
-
-    def lost_weights_of(self, layer: str) -> list[LostWeight]:
-        """Returns the `lost_weights` of a layer and its sublayers."""
-        return [weight for weight in self.lost_weights if weight.path.startswith(f"{layer}/")]
-
-
-def is_harmful(output_error: float, gradient_errors: Sequence[GradientError]) -> bool:
-    """Returns whether the errors of outputs and gradients are so large that float16 hurts the training."""
-    if not gradient_errors:
-        return output_error > HARMFUL_OUTPUT_ERROR_ALONE
-    largest = max(error.error for error in gradient_errors)
-    is_noticed = output_error > HARMFUL_OUTPUT_ERROR and largest > _NOTICED_GRADIENT_ERROR
-    return is_noticed or any(error.is_harmful for error in gradient_errors)
+    def gradient_errors(self) -> list[GradientError]:
+        """The errors of the gradients of layers; none if they were not compared."""
+        return self.comparison.gradients if self.comparison else []

@@ -4,7 +4,7 @@ import math
 import numbers
 import os
 import reprlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -86,16 +86,7 @@ class Run:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """The settings of the run; empty if the header has none.
-
-        `rule` (`"FixedScale"` or `"DynamicScale"`) and its arguments; `model` and its `policy`,
-        `parameters`, `compute_dtypes`, `variable_dtypes`, `float32_variables` (paths of the
-        variables of float32 layers), `own_dtype_variables` (paths of the variables with another
-        dtype than the policy of their layer gives), `layers` (their classes, by path),
-        `output_layers` (paths), `train_step` (`"keras"` or `"custom"`), `optimizer`,
-        `is_keras_optimizer`, `settings_call` (the call that has set the loss scale),
-        `learning_rate`, `epsilon`, `replicas`.
-        """
+        """The settings of the run, see `kmp.records`; empty if the header has none."""
         settings = self.header.get("settings")
         return dict(settings) if isinstance(settings, Mapping) else {}
 
@@ -126,7 +117,7 @@ class Run:
     @property
     def comparisons(self) -> list[tuple[int, Replay]]:
         """The replays whose passes were finite in both precisions, each with its step, oldest first."""
-        return [(step, replay) for step, replay in self.replays if replay.is_compared]
+        return [(step, replay) for step, replay in self.replays if replay.comparison]
 
     @property
     def histograms(self) -> list[ExponentHistogram]:
@@ -145,13 +136,12 @@ def log_file(path: str | os.PathLike[str]) -> Path:
     return file / FILE_NAME if file.is_dir() else file
 
 
-def load_run(path: str | os.PathLike[str], on_read: Callable[[int], object] | None = None) -> Run:
+def load_run(path: str | os.PathLike[str]) -> Run:
     r"""Loads the log of a training run, even if the run is still in progress or was killed.
 
     Args:
         path: The `.jsonl` file, or the `log_dir` that holds `kmp.jsonl`. A truncated last line is
             ignored.
-        on_read: Called after each line with its number of bytes, such as by a progress bar.
 
     Returns:
         A `kmp.records.Run`: `table()` returns all numbers as a structured array; `samples` are the
@@ -172,7 +162,7 @@ def load_run(path: str | os.PathLike[str], on_read: Callable[[int], object] | No
     file = log_file(path)
     if file.exists() and not file.is_file():
         raise ValueError(f"{printable(str(file))}: not a log of kmp (not a regular file)")
-    lines = read_log(file, on_read)
+    lines = read_log(file)
     header = next(lines, {})
     return Run(list(lines), header)
 

@@ -1,7 +1,7 @@
 """Replays a batch that the training saw, to find what float16 loses."""
 
 from kmp.replay.batch_capture import MOST_EXAMPLES, BatchCapture, CapturedBatch, is_ragged
-from kmp.replay.batch_replay import Failure, failing_part, replay
+from kmp.replay.batch_replay import Failure, StepContext, failing_part, replay
 from kmp.replay.eager_pass import Passes, TrainStep, tensor_float_32
 
 __all__ = [
@@ -10,6 +10,7 @@ __all__ = [
     "CapturedBatch",
     "Failure",
     "Passes",
+    "StepContext",
     "TrainStep",
     "failing_part",
     "is_ragged",

@@ -1,35 +1,61 @@
 """What is wrong with a batch itself: NaN, Inf, inputs that overflow float16, and targets that are not classes."""
 
 import math
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import keras
 import numpy as np
+import tensorflow as tf
 
 from kmp.backend import ResourceVariable, equal_random_numbers, state_restored
-from kmp.records import BATCH_PARTS, BATCH_X, InvalidTargets
+from kmp.diagnosis import thresholds
+from kmp.records import BatchCheck, InvalidTargets, NonfinitePart
+from kmp.records.replay import BATCH_PARTS, BATCH_X
+from kmp.replay.eager_pass import Passes
+from kmp.replay.precision_loss import lost_weights
 from kmp.utils import DTYPES_16_BIT, FLOAT16, FLOAT32
 
-_ROUNDING = 1e-3  # beyond 0 and 1, as by resizing a mask
+_MOST_NAMED = 100
 # The class and the function of a loss.
 _BINARY = keras.losses.BinaryCrossentropy, keras.losses.binary_crossentropy
 _SPARSE = keras.losses.SparseCategoricalCrossentropy, keras.losses.sparse_categorical_crossentropy
 
 
-def nonfinite_part(batch: Sequence[Any]) -> tuple[str | None, str, bool]:
-    """Returns the part of a batch, and the key in it, with NaN or Inf, or with inputs that overflow float16.
+def check_batch(passes: Passes) -> BatchCheck:
+    """Returns what is wrong with a batch and the weights, before any training step."""
+    model, batch = passes.model, passes.batch
+    is_assigned = [each.is_assigned and each.dtype == tf.float16 for each in passes.restored]
+    targets = None
+    if passes.step.is_of_keras:
+        targets = invalid_targets(model, batch, passes.restored)
+    return BatchCheck(
+        nonfinite=nonfinite_part(batch),
+        invalid_targets=targets,
+        has_sample_weight=len(batch) > 2 and batch[2] is not None,
+        nonfinite_variables=_nonfinite_variables(passes.variables)[:_MOST_NAMED],
+        lost_weights=lost_weights(model),
+        float16_states=sum(is_assigned),
+    )
 
-    And whether it has only the latter.
-    """
+
+def _nonfinite_variables(variables: Mapping[str, Any]) -> list[str]:
+    return [path for path, each in variables.items() if not np.isfinite(each).all()]
+
+
+def nonfinite_part(batch: Sequence[Any]) -> NonfinitePart | None:
+    """Returns the part of a batch with NaN or Inf, or with inputs that overflow float16."""
     for name, part in zip(BATCH_PARTS, batch, strict=False):
         largest = FLOAT16.max if name == BATCH_X else FLOAT32.max
         for key, tensors in _by_key(part):
             for values in map(np.asarray, keras.tree.flatten(tensors)):
-                is_float = values.dtype.kind == "f" or values.dtype.name in DTYPES_16_BIT
-                if is_float and not (np.abs(values) <= largest).all():
-                    return name, key, bool(np.isfinite(values).all())
-    return None, "", False
+                if _is_float(values) and not (np.abs(values) <= largest).all():
+                    return NonfinitePart(name, key, bool(np.isfinite(values).all()))
+    return None
+
+
+def _is_float(values: np.ndarray) -> bool:
+    return values.dtype.kind == "f" or values.dtype.name in DTYPES_16_BIT
 
 
 def invalid_binary_targets(model: keras.Model, batch: Sequence[Any]) -> InvalidTargets | None:
@@ -42,7 +68,9 @@ def invalid_binary_targets(model: keras.Model, batch: Sequence[Any]) -> InvalidT
             continue
         values = np.asarray(targets[key])
         low, high = float(np.min(values, initial=0.0)), float(np.max(values, initial=0.0))
-        if np.isfinite(values).all() and (low < -_ROUNDING or high > 1 + _ROUNDING):
+        if np.isfinite(values).all() and (
+            low < -thresholds.INVALID_BY_ROUNDING or high > 1 + thresholds.INVALID_BY_ROUNDING
+        ):
             low, high = float(np.min(values)), float(np.max(values))
             return InvalidTargets(low, high, 2, index, key, is_binary=True)
     return None
@@ -68,43 +96,68 @@ def invalid_targets(
     model: keras.Model, batch: Sequence[Any], restored: Sequence[ResourceVariable] = ()
 ) -> InvalidTargets | None:
     """Returns the targets of the first output for which they are not all indices of a class."""
-    if len(batch) < 2 or not any(
-        _is_one_of(loss, _SPARSE) for loss in keras.tree.flatten(model.loss)
-    ):
+    losses = keras.tree.flatten(model.loss)
+    if len(batch) < 2 or not any(_is_one_of(loss, _SPARSE) for loss in losses):
         return None
     with equal_random_numbers(), state_restored(model, restored):
         outputs = model(batch[0], training=False)
-    targets, by_key = _by_key(batch[1]), _by_key(outputs)
-    if isinstance(batch[1], Mapping) and isinstance(outputs, list | tuple):
-        by_key = [
-            (f"[{name!r}]", output)
-            for name, output in zip(model.output_names, outputs, strict=True)
-        ]
-    losses = dict(_by_key(model.loss))
-    for index, (key, output) in enumerate(by_key):
-        loss = losses.get(key, losses.get(f"[{index}]", losses.get("")))
-        target = dict(targets).get(key, targets[index][1] if index < len(targets) else None)
-        values, shape = np.asarray(target), tuple(getattr(output, "shape", ()))
-        if not _is_one_of(loss, _SPARSE) or not np.isfinite(values).all():
-            continue
-        if (
-            len(shape) < 2
-            or shape[-1] == 1
-            or values.dtype.kind not in "iuf"
-            or values.size != math.prod(shape[:-1])
-        ):
-            continue
-        low, high = float(np.min(values, initial=0.0)), float(np.max(values, initial=0.0))
-        if np.all(values == np.floor(values)) and (low < 0 or high >= shape[-1]):
-            invalid = np.unique(values[(values < 0) | (values >= shape[-1])])
-            return InvalidTargets(
-                int(np.min(values)),
-                int(np.max(values)),
-                shape[-1],
-                index,
-                key * (len(targets) > 1),
-                int(invalid[0]) if invalid.size == 1 else None,
-                math.prod(shape[1:-1]),
-                bool(getattr(model.loss, "from_logits", False)),
-            )
+    for output in _outputs(model, batch[1], outputs):
+        if _is_one_of(output.loss, _SPARSE) and _are_invalid(output):
+            return _described(output, model)
     return None
+
+
+class _Output(NamedTuple):
+    """An output of a model: its index in order, its key, its shape, its loss and its targets."""
+
+    number: int
+    key: str
+    shape: tuple[int, ...]
+    loss: Any
+    targets: np.ndarray
+    target_key: str  # empty if `y` has one tensor only
+
+
+def _outputs(model: keras.Model, y: Any, outputs: Any) -> Iterator[_Output]:
+    targets, by_key = _by_key(y), _by_key(outputs)
+    if isinstance(y, Mapping) and isinstance(outputs, list | tuple):
+        names = zip(model.output_names, outputs, strict=True)
+        by_key = [(f"[{name!r}]", output) for name, output in names]
+    losses, targets_by_key = dict(_by_key(model.loss)), dict(targets)
+    for index, (key, output) in enumerate(by_key):
+        in_order = targets[index][1] if index < len(targets) else None
+        yield _Output(
+            index,
+            key,
+            tuple(getattr(output, "shape", ())),
+            losses.get(key, losses.get(f"[{index}]", losses.get(""))),
+            np.asarray(targets_by_key.get(key, in_order)),
+            key if len(targets) > 1 else "",
+        )
+
+
+def _are_invalid(output: _Output) -> bool:
+    """Whether targets are integers, and one of them is not the index of a class."""
+    values, shape = output.targets, output.shape
+    if values.dtype.kind not in "iuf" or not np.isfinite(values).all():
+        return False
+    if len(shape) < 2 or shape[-1] == 1 or values.size != math.prod(shape[:-1]):
+        return False
+    if not np.all(values == np.floor(values)):
+        return False
+    return bool(((values < 0) | (values >= shape[-1])).any())
+
+
+def _described(output: _Output, model: keras.Model) -> InvalidTargets:
+    values, classes = output.targets, output.shape[-1]
+    invalid = np.unique(values[(values < 0) | (values >= classes)])
+    return InvalidTargets(
+        smallest=int(np.min(values)),
+        largest=int(np.max(values)),
+        classes=classes,
+        output=output.number,
+        key=output.target_key,
+        only_invalid=int(invalid[0]) if invalid.size == 1 else None,
+        per_example=math.prod(output.shape[1:-1]),
+        from_logits=bool(getattr(model.loss, "from_logits", False)),
+    )

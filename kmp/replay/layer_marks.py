@@ -20,7 +20,8 @@ from kmp.backend import (
     sublayers,
     without_tapes,
 )
-from kmp.records import HARMFUL_OUTPUT_ERROR, LOSS_FUNCTION
+from kmp.diagnosis.thresholds import HARMFUL_OUTPUT_ERROR
+from kmp.records import LOSS_FUNCTION
 from kmp.utils import DTYPES_16_BIT
 
 _MOST_VALUES = 2**16  # of an output, for the relative error

@@ -1,15 +1,20 @@
 """Searches the fewest layers that have to compute in float32 for a sound pass."""
 
 import contextlib
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import tensorflow as tf
 
 from kmp.backend import computing_layers, layers_in_16_bits
-from kmp.records import HARMFUL_OUTPUT_ERROR
+from kmp.diagnosis import thresholds
+from kmp.records import LayerSearch, NonfiniteOperation
 from kmp.replay.eager_pass import Passes, PassResult
 
 _MOST_LAYERS = 12
+# Of the user's code, where a layer computes in another dtype than the next one.
+_DTYPE_ERRORS = (ValueError, TypeError, tf.errors.InvalidArgumentError)
+
+Chosen = tuple[str, ...]
 
 
 def find_float32_layers(
@@ -18,7 +23,7 @@ def find_float32_layers(
     exact: PassResult,
     factor: float,
     suspects: Sequence[str] = (),
-) -> tuple[list[str] | None, PassResult | None]:
+) -> tuple[LayerSearch, PassResult | None]:
     """Returns layers with which a pass is sound if they compute in float32; and a watched pass.
 
     Args:
@@ -29,89 +34,143 @@ def find_float32_layers(
         suspects: The paths of layers to try first.
 
     Returns:
-        The paths, none of them needless if the time was enough to try; `None` if none were found.
-        And the pass in the precision of the model.
+        The search: none of its layers is needless if the time was enough to try. And the pass in
+        the precision of the model, unless that took too long.
     """
-    own = None
-    layers = computing_layers(passes.model)
-    # A model that computes outside of its layers, if it is small, when nothing else is enough.
-    last_resort = [path for path, layer in layers.items() if layer is passes.model]
-    parts = layers.keys() - set(last_resort)
-    if len(layers_in_16_bits([passes.model])) > _MOST_LAYERS:
-        last_resort = []
-    failed: set[str] = set()
+    search = _Search(passes, exact, factor, suspects)
+    try:
+        result = search.run(())
+    except TimeoutError:
+        return LayerSearch(is_found=False), None
+    chosen = search.enough(result, is_sound)
+    if chosen is None:
+        return LayerSearch(is_found=False), result
+    needed = search.without_needless(chosen, is_sound)
+    return LayerSearch(is_found=True, layers=list(needed)), result
 
-    def run(paths: Sequence[str]) -> PassResult:
-        chosen = [layers[path] for path in paths]
-        return passes.in_own_precision(chosen, factor=factor, watch=True, reference=exact)
 
-    def with_one_more(chosen: list[str], result: PassResult) -> tuple[list[str], PassResult] | None:
-        candidates = [*suspects, *_candidates(result, exact, parts)]
-        parents = [
-            path.rpartition("/")[0] for path in candidates if path.rpartition("/")[0] in parts
-        ]
-        for candidate in (*candidates, *parents, *last_resort):
-            # A layer or, if that fails, one that contains it: the user's code may add its float32
-            # result to float16.
-            path = candidate
-            while path not in chosen and (path in parts or path == candidate in last_resort):
-                if path not in failed:
-                    try:
-                        return [*chosen, path], run([*chosen, path])
-                    except (ValueError, TypeError, tf.errors.InvalidArgumentError):
-                        failed.add(path)
-                path = path.rpartition("/")[0]
+class _Search:
+    def __init__(
+        self, passes: Passes, exact: PassResult, factor: float, suspects: Sequence[str]
+    ) -> None:
+        self._passes, self._exact, self._factor = passes, exact, factor
+        self._suspects = suspects
+        self._layers = computing_layers(passes.model)
+        # A model that computes outside of its layers, if it is small, when nothing else is enough.
+        is_small = len(layers_in_16_bits([passes.model])) <= _MOST_LAYERS
+        models = [path for path, layer in self._layers.items() if layer is passes.model]
+        self._last_resort = models if is_small else []
+        self._parts = self._layers.keys() - set(models)
+        self._failed: set[str] = set()
+
+    def run(self, chosen: Chosen) -> PassResult:
+        """Returns a watched pass with these layers in float32."""
+        layers = [self._layers[path] for path in chosen]
+        return self._passes.in_own_precision(
+            layers, factor=self._factor, watch=True, reference=self._exact
+        )
+
+    def enough(self, result: PassResult, is_sound: Callable[[PassResult], bool]) -> Chosen | None:
+        """Returns layers that are enough, one after the other; `None` if none are, or in time."""
+        chosen: Chosen = ()
+        with contextlib.suppress(TimeoutError):
+            while not is_sound(result):
+                larger = self._with_one_more(chosen, result)
+                if larger is None:
+                    return None
+                chosen, result = larger
+            return chosen
         return None
 
-    try:
-        chosen: list[str] = []
-        result = own = run(chosen)
-        while not is_sound(result):
-            larger = with_one_more(chosen, result) if len(chosen) < _MOST_LAYERS else None
-            if larger is None:
-                return None, own
-            chosen, result = larger
-    except TimeoutError:
-        return None, own
-    with contextlib.suppress(
-        TimeoutError, ValueError, TypeError, tf.errors.InvalidArgumentError
-    ):  # these are enough
-        for path in tuple(chosen):
-            rest = [other for other in chosen if other != path]
-            if is_sound(run(rest)):
-                chosen = rest
-    return chosen, own
+    def without_needless(self, chosen: Chosen, is_sound: Callable[[PassResult], bool]) -> Chosen:
+        """Returns the layers without those that turn out to be needless."""
+        with contextlib.suppress(TimeoutError, *_DTYPE_ERRORS):  # these are enough
+            for path in chosen:
+                rest = tuple(other for other in chosen if other != path)
+                if is_sound(self.run(rest)):
+                    chosen = rest
+        return chosen
+
+    def _with_one_more(
+        self, chosen: Chosen, result: PassResult
+    ) -> tuple[Chosen, PassResult] | None:
+        if len(chosen) >= _MOST_LAYERS:
+            return None
+        for path in self._to_try(chosen, result):
+            if path in self._failed:
+                continue
+            try:
+                larger = (*chosen, path)
+                return larger, self.run(larger)
+            except _DTYPE_ERRORS:
+                self._failed.add(path)
+        return None
+
+    def _to_try(self, chosen: Chosen, result: PassResult) -> Iterator[str]:
+        """Yields the candidates that are not chosen, and of each the layers that contain it.
+
+        If a layer fails, one that contains it may not: the user's code may add its float32 result
+        to float16.
+        """
+        candidates = [*self._suspects, *_candidates(result, self._exact, self._parts)]
+        parents = [candidate.rpartition("/")[0] for candidate in candidates]
+        for start in (*candidates, *parents):
+            path = start
+            while path in self._parts and path not in chosen:
+                yield path
+                path = path.rpartition("/")[0]
+        yield from (path for path in self._last_resort if path not in chosen)
 
 
-def _candidates(result: PassResult, exact: PassResult, layers: Container[str]) -> Iterator[str]:
-    """Yields the layers that may have to compute in float32, because of NaN and Inf or the errors of their outputs.
+def _candidates(result: PassResult, exact: PassResult, parts: set[str]) -> Iterator[str]:
+    """Yields the layers that may have to compute in float32."""
+    paths = [path for path in result.marks.called if path in parts]
+    yield from _near_nonfinite_operations(result, paths)
+    # What the loss does to the outputs, in their dtype, if these agree.
+    if result.marks.output_error <= thresholds.HARMFUL_OUTPUT_ERROR:
+        yield from paths[-1:]
+    yield from _with_new_errors(exact, paths)
+    yield from _where_errors_show(result, paths)
+
+
+def _near_nonfinite_operations(result: PassResult, paths: Sequence[str]) -> Iterator[str]:
+    """Yields the layers of operations with NaN or Inf, and their neighbors.
 
     An operation between two layers belongs to neither. It computes in the dtype of the layer that
     was called before; but a cast in the forward pass is of the layer that is called next.
     """
-    paths = [path for path in result.marks.called if path in layers]
     index_of = {path: index for index, path in enumerate(paths)}
-    for found, done in zip(result.nonfinite.found, result.nonfinite.layers_done, strict=True):
+    called = list(result.marks.called)
+    nonfinite = result.nonfinite
+    for found, done in zip(nonfinite.found, nonfinite.layers_done, strict=True):
         index = index_of.get(found.layer, len(paths))
-        next_one = sum(path in index_of for path in list(result.marks.called)[:done])
-        neighbors = [index - 1] if found.is_backward else [next_one, next_one - 1]
-        if found.operation != "Cast":
-            neighbors.reverse()
-        yield from (paths[at] for at in (index, *neighbors) if 0 <= at < len(paths))
-    # What the loss does to the outputs, in their dtype, if these agree.
-    if result.marks.output_error <= HARMFUL_OUTPUT_ERROR:
-        yield from paths[-1:]
-    # Where a large error is born; else where it first shows, and the layer before.
+        next_one = sum(path in index_of for path in called[:done])
+        for at in (index, *_neighbors(found, index, next_one)):
+            if 0 <= at < len(paths):
+                yield paths[at]
+
+
+def _neighbors(found: NonfiniteOperation, index: int, next_one: int) -> Sequence[int]:
+    if found.is_backward:
+        return (index - 1,)
+    if found.operation == "Cast":
+        return (next_one, next_one - 1)
+    return (next_one - 1, next_one)
+
+
+def _with_new_errors(exact: PassResult, paths: Sequence[str]) -> Iterator[str]:
+    """Yields the layers where a large error is born, the largest first."""
     new_errors = {path: exact.marks.new_errors.get(path, 0.0) for path in paths}
-    largest = max(new_errors.values(), default=0.0)
-    yield from (
-        path
-        for path in sorted(paths, key=lambda path: -new_errors[path])
-        if new_errors[path] > largest / 10
-    )
+    limit = max(new_errors.values(), default=0.0) / 10
+    for path in sorted(paths, key=new_errors.__getitem__, reverse=True):
+        if new_errors[path] > limit:
+            yield path
+
+
+def _where_errors_show(result: PassResult, paths: Sequence[str]) -> Sequence[str]:
+    """Returns the layer where a large error first shows, and the layer before it."""
     errors = result.marks.errors
-    half_of_largest = 0.5 * max(errors.values(), default=0.0)
-    first = next(
-        (index for index, path in enumerate(paths) if errors.get(path, 0.0) > half_of_largest), 0
-    )
-    yield from paths[max(0, first - 1) : first + 1]
+    limit = 0.5 * max(errors.values(), default=0.0)
+    large = (index for index, path in enumerate(paths) if errors.get(path, 0.0) > limit)
+    first = next(large, 0)
+    return paths[max(0, first - 1) : first + 1]

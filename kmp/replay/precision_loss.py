@@ -1,29 +1,54 @@
-"""Compares a pass in the precision of the model with one in float32: outputs, and gradients by layer."""
+"""Compares a pass in the precision of the model with one in float32."""
 
 from collections.abc import Callable, Mapping
-from types import MappingProxyType
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
 
 import keras
 import numpy as np
 import tensorflow as tf
 
 from kmp.backend import keras_internals, sublayers
-from kmp.records import (
-    HARMFUL_GRADIENT_ERROR,
-    GradientError,
-    LayerError,
-    LostWeight,
-    StateError,
-    layer_of,
-)
+from kmp.diagnosis import thresholds
+from kmp.records import GradientError, LayerError, LostWeight, StateError
+from kmp.records.gradient_sample import layer_of
 from kmp.replay.eager_pass import PassResult, as_array, float_states
 from kmp.replay.layer_marks import LARGEST_ERROR
 from kmp.utils import FLOAT16
 
 _MOST_LAYERS = 200
-_VANISHED = (
-    1e-5  # a gradient that small, relative to the largest of a layer, may be nothing but rounding
-)
+# A gradient that small, relative to the largest of a layer, may be nothing but rounding.
+_VANISHED = 1e-5
+
+
+@dataclass(frozen=True)
+class Reference:
+    """The passes in float32 with which others are compared.
+
+    Args:
+        model: The model.
+        exact: The pass over the batch.
+        half: A pass over the first half of the batch: how far its gradients are from those of the
+            batch estimates the sampling noise of these. `None` for a batch that is too small.
+        after: Returns a pass that begins with the states of `exact`.
+        noise_factor: What to multiply this noise by, for the noise in a batch of the training.
+        largest_norms: The largest norm of each layer's gradients in float32, in earlier
+            comparisons of the training.
+    """
+
+    model: keras.Model
+    exact: PassResult
+    half: PassResult | None = None
+    after: Callable[[], PassResult] | None = None
+    noise_factor: float = 1.0
+    largest_norms: Mapping[str, float] = field(default_factory=dict)
+
+    @cached_property
+    def following(self) -> PassResult:
+        """The pass that begins with the states of `exact`."""
+        assert self.after is not None
+        return self.after()
 
 
 def layer_errors(own: PassResult, exact: PassResult) -> list[LayerError]:
@@ -41,141 +66,137 @@ def lost_weights(model: keras.Model) -> list[LostWeight]:
     """Returns the weights with values that are 0 or Inf in a layer that computes in float16."""
     found: dict[str, LostWeight] = {}
     for layer in sublayers(model):
-        weights = (
-            *keras_internals.declared_trainable(layer),
-            *keras_internals.declared_not_trainable(layer),
-        )
-        for weight in weights if layer.compute_dtype == FLOAT16.name else ():
-            if not keras.backend.is_float_dtype(weight.dtype):
-                continue
-            size = tf.abs(weight.value)
-            is_nonzero = size > 0
-            count = tf.maximum(tf.math.count_nonzero(is_nonzero), 1)
-            zero = tf.math.count_nonzero(is_nonzero & (size <= 2.0**FLOAT16.flush_exponent)) / count
-            infinite = tf.math.count_nonzero(size > FLOAT16.max) / count
-            if zero > 0 or infinite > 0:
-                found[weight.path] = LostWeight(weight.path, float(zero), float(infinite))
+        if layer.compute_dtype != FLOAT16.name:
+            continue
+        trainable = keras_internals.declared_trainable(layer)
+        for weight in (*trainable, *keras_internals.declared_not_trainable(layer)):
+            lost = _lost_values(weight)
+            if lost.zero > 0 or lost.infinite > 0:
+                found[weight.path] = lost
     return list(found.values())
 
 
-def state_errors(
-    model: keras.Model,
-    own: PassResult,
-    exact: PassResult,
-    half: PassResult | None,
-    after: Callable[[], PassResult],
-) -> list[StateError] | None:
+def _lost_values(weight: keras.Variable) -> LostWeight:
+    if not keras.backend.is_float_dtype(weight.dtype):
+        return LostWeight(weight.path, 0.0, 0.0)
+    magnitudes = tf.abs(weight.value)
+    is_nonzero = magnitudes > 0
+    is_flushed = is_nonzero & (magnitudes <= 2.0**FLOAT16.flush_exponent)
+    count = tf.maximum(tf.math.count_nonzero(is_nonzero), 1)
+    zero = tf.math.count_nonzero(is_flushed) / count
+    infinite = tf.math.count_nonzero(magnitudes > FLOAT16.max) / count
+    return LostWeight(weight.path, float(zero), float(infinite))
+
+
+def state_errors(result: PassResult, reference: Reference) -> list[StateError] | None:
     """Returns the large errors of the updates of states that are not trainable.
 
-    Or `None` if there are such errors, but no `half` to tell their noise from.
-
-    Args:
-        model: The model.
-        own: The pass in the precision of the model.
-        exact: The pass in float32.
-        half: A pass in float32 over the first half of the batch, or `None` for a batch that is too
-            small.
-        after: Returns a pass in float32 that begins with the states of `exact`.
+    Or `None` if there are such errors, but no half of the batch to tell their noise from.
 
     States that do not depend on the batch, such as the vector of a power iteration, are left out:
     nothing tells how much of their update is needed.
     """
-    found = {}
-    for path, variable in float_states(model).items():
-        if path not in exact.states:
+    found: dict[str, StateError] = {}
+    for path, variable in float_states(reference.model).items():
+        before = np.asarray(variable.value)
+        error = _state_error(path, before, result, reference)
+        if error is None:
             continue
-        value = exact.states[path]
-        update = float(np.linalg.norm(value - np.asarray(variable.value)))
-        if path not in own.states or not np.isfinite(update) or update == 0:
-            continue
-        error = np.linalg.norm(own.states[path] - value) / update
-        if error <= HARMFUL_GRADIENT_ERROR:  # not if it is NaN
-            continue
-        if half is None:
+        if reference.half is None:
             return None
-        # Of few elements, a small noise may be a coincidence.
-        noise = np.linalg.norm(half.states[path] - value) / update * (1 + 3 / value.size)
-        if noise > 0:
-            found[path] = (
-                update,
-                float(error) if error < LARGEST_ERROR else LARGEST_ERROR,
-                float(noise),
-            )
-    if not found:
-        return []
-    later = after()
-    following = {
-        path: float(np.linalg.norm(later.states[path] - exact.states[path])) for path in found
-    }
-    return [
-        StateError(
-            path, error, min(noise, LARGEST_ERROR), min(following[path] / update, LARGEST_ERROR)
-        )
-        for path, (update, error, noise) in found.items()
-    ]
+        if error.noise > 0:
+            found[path] = error
+    return list(found.values())
 
 
-def gradient_errors(
-    own: PassResult,
-    exact: PassResult,
-    half: PassResult | None = None,
-    noise_factor: float = 1.0,
-    largest_norms: Mapping[str, float] = MappingProxyType({}),
-) -> list[GradientError]:
-    """Returns the error of the gradients of each layer, the largest first.
+def _state_error(
+    path: str, before: np.ndarray, result: PassResult, reference: Reference
+) -> StateError | None:
+    """Returns the error of the update of a state, if it is large."""
+    exact = reference.exact.states.get(path)
+    if exact is None or path not in result.states:
+        return None
+    update = float(np.linalg.norm(exact - before))
+    if not np.isfinite(update) or update == 0:
+        return None
+    error = float(np.linalg.norm(result.states[path] - exact)) / update
+    if error <= thresholds.HARMFUL_GRADIENT_ERROR:  # not if it is NaN
+        return None
+    if reference.half is None:
+        return StateError(path, _bounded(error), 0.0, 0.0)
+    # Of few elements, a small noise may be a coincidence.
+    difference = float(np.linalg.norm(reference.half.states[path] - exact))
+    noise = difference / update * (1 + 3 / exact.size)
+    if not noise > 0:
+        return None
+    following = float(np.linalg.norm(reference.following.states[path] - exact))
+    return StateError(
+        path, _bounded(error), min(noise, LARGEST_ERROR), min(following / update, LARGEST_ERROR)
+    )
 
-    Args:
-        own: The pass in the precision of the model; finite.
-        exact: The pass in float32.
-        half: A pass in float32 over the first half of the batch: how far its gradients are from
-            those of the batch estimates the sampling noise of these.
-        noise_factor: What to multiply this noise by, for the noise in a batch of the training.
-        largest_norms: The largest norm of each layer's gradients in float32, in earlier comparisons
-            of the training.
-    """
-    sums: dict[str, np.ndarray] = {}
-    for name, theirs in exact.gradients.items():
-        ours, of_half = own.gradients[name], None if half is None else half.gradients[name]
-        if ours is None or theirs is None:
-            continue
-        # The rows of an embedding; float16 may have rounded an index to that of another row.
-        rows = (
-            np.union1d(ours.indices, theirs.indices)
-            if isinstance(theirs, tf.IndexedSlices)
-            else None
-        )
-        mine, reference = (
-            as_array(ours, rows, np.float64) / own.factor,
-            as_array(theirs, rows, np.float64),
-        )
-        noise = (
-            np.nan
-            if of_half is None
-            else np.sum(np.square(as_array(of_half, rows, np.float64) - reference))
-        )
-        values = [
-            np.sum(np.square(mine - reference)),
-            np.vdot(mine, reference),
-            np.sum(np.square(reference)),
-            noise,
-        ]
-        sums[layer_of(name)] = sums.get(layer_of(name), np.zeros(4)) + np.array(values, np.float64)
-    largest = max((square for _, _, square, _ in sums.values()), default=0.0)
+
+def _bounded(error: float) -> float:
+    return error if error < LARGEST_ERROR else LARGEST_ERROR  # or NaN
+
+
+@dataclass
+class _Sums:
+    """Sums over the elements of a layer's gradients."""
+
+    difference: float = 0.0  # of the squares of the differences from float32
+    product: float = 0.0  # of both gradients
+    square: float = 0.0  # of the gradients in float32
+    noise: float = 0.0  # of the squares of the differences of half a batch; NaN without one
+
+    def add(self, own: np.ndarray, exact: np.ndarray, of_half: np.ndarray | None) -> None:
+        """Adds the gradients of a variable."""
+        self.difference += float(np.sum(np.square(own - exact)))
+        self.product += float(np.vdot(own, exact))
+        self.square += float(np.sum(np.square(exact)))
+        self.noise += np.nan if of_half is None else float(np.sum(np.square(of_half - exact)))
+
+
+def gradient_errors(result: PassResult, reference: Reference) -> list[GradientError]:
+    """Returns the error of the gradients of each layer of a finite pass, the largest first."""
+    sums = _sums_by_layer(result, reference)
+    largest = max((each.square for each in sums.values()), default=0.0)
     found = []
-    for layer, (difference, product, square, noise) in sums.items():
-        if not square > _VANISHED**2 * largest:
+    for layer, each in sums.items():
+        if not each.square > _VANISHED**2 * largest:
             continue
-        relative_noise = np.sqrt(noise / square) * noise_factor
+        noise = np.sqrt(each.noise / each.square) * reference.noise_factor
+        kept = np.clip(each.product / each.square, -LARGEST_ERROR, LARGEST_ERROR)
         found.append(
             GradientError(
                 layer,
-                error=float(min(np.sqrt(difference / square), LARGEST_ERROR)),
-                kept=float(np.clip(product / square, -LARGEST_ERROR, LARGEST_ERROR)),
-                norm=float(np.sqrt(square)),
-                noise=(
-                    None if np.isnan(relative_noise) else float(min(relative_noise, LARGEST_ERROR))
-                ),
-                largest_norm=largest_norms.get(layer, 0.0),
+                error=float(min(np.sqrt(each.difference / each.square), LARGEST_ERROR)),
+                kept=float(kept),
+                norm=float(np.sqrt(each.square)),
+                noise=None if np.isnan(noise) else float(min(noise, LARGEST_ERROR)),
+                largest_norm=reference.largest_norms.get(layer, 0.0),
             )
         )
-    return sorted(found, key=lambda each: -each.error)[:_MOST_LAYERS]
+    return sorted(found, key=lambda error: -error.error)[:_MOST_LAYERS]
+
+
+def _sums_by_layer(result: PassResult, reference: Reference) -> dict[str, _Sums]:
+    sums: dict[str, _Sums] = {}
+    for name, exact in reference.exact.gradients.items():
+        own = result.gradients[name]
+        if own is None or exact is None:
+            continue
+        of_half = reference.half.gradients[name] if reference.half else None
+        rows = _rows(own, exact)
+        sums.setdefault(layer_of(name), _Sums()).add(
+            as_array(own, rows, np.float64) / result.factor,
+            as_array(exact, rows, np.float64),
+            None if of_half is None else as_array(of_half, rows, np.float64),
+        )
+    return sums
+
+
+def _rows(own: Any, exact: Any) -> np.ndarray | None:
+    """Returns the rows of an embedding; float16 may have rounded an index to that of another."""
+    if not isinstance(exact, tf.IndexedSlices):
+        return None
+    return np.union1d(own.indices, exact.indices)

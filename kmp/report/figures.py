@@ -10,7 +10,8 @@ import matplotlib as mpl
 from matplotlib.figure import Figure
 
 from kmp import plots
-from kmp.advice import skipped
+from kmp.advice.wording import skipped
+from kmp.diagnosis.soundness import error_origin
 from kmp.report.run_comparison import main_metrics
 from kmp.report.run_summary import RunSummary
 from kmp.report.run_tables import NOT_SAMPLED, other_scales
@@ -114,7 +115,7 @@ def figures(summary: RunSummary) -> dict[str, ReportFigure]:
             "How far the outputs of each layer are from float32, relative to how they vary between"
             " examples, and the part that the layer adds to it."
         )
-        first = replay.error_origin
+        first = error_origin(replay)
         begins = (
             f"; a harmful error begins at {first.layer}, which adds {number(first.new_error)}"
             if first

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
+from rich.progress import track
 
 from kmp.records import FILE_NAME, Run, load_run, log_file
 from kmp.utils import unique_names, validation
@@ -40,19 +40,14 @@ def load(paths: Sequence[str | os.PathLike[str]]) -> dict[str, Run]:
     if not is_list or not all(isinstance(path, str | os.PathLike) for path in paths):
         raise TypeError(validation.message("paths", paths, "a list of paths"))
     console = Console(stderr=True)
-    columns = (TextColumn("Loading"), BarColumn(), DownloadColumn())
-    with Progress(
-        *columns, console=console, transient=True, disable=not console.is_terminal
-    ) as progress:
-        files = [log_file(path) for path in paths]
-        progress.add_task("", total=sum(file.stat().st_size for file in files if file.is_file()))
-        task = progress.tasks[0]
-
-        def advance(size: int) -> None:
-            # the bar is drawn by a timer: `progress.advance` would take longer than the loading
-            task.completed += size
-
-        runs = [load_run(file, on_read=advance) for file in files]
+    files = track(
+        [log_file(path) for path in paths],
+        "Loading",
+        console=console,
+        transient=True,
+        disable=not console.is_terminal,
+    )
+    runs = list(map(load_run, files))
     return dict(zip(_names([Path(path).resolve() for path in paths]), runs, strict=True))
 
 

@@ -6,7 +6,9 @@ from collections.abc import Mapping
 from functools import cached_property
 from typing import Any
 
-from kmp.advice import INFO, Advice, RunMetrics, diagnosis_of
+from kmp.advice import Advice
+from kmp.advice.diagnose import advice_of
+from kmp.diagnosis import INFO, RunMetrics
 from kmp.records import RUN_EXPECTED, Run
 from kmp.report.texts import UNKNOWN, number, scale, share, share_of
 from kmp.utils import validation
@@ -33,7 +35,7 @@ class RunSummary:
     @cached_property
     def advice(self) -> Advice:
         """The findings and the verdict."""
-        return diagnosis_of(self.metrics)
+        return advice_of(self.metrics)
 
     @property
     def status(self) -> str:

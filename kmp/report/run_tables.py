@@ -2,8 +2,10 @@
 
 import heapq
 
-from kmp.advice import skipped
-from kmp.records import HARMFUL_OUTPUT_ERROR, GradientSample, layer_of
+from kmp.advice.wording import skipped
+from kmp.diagnosis.soundness import error_origin
+from kmp.diagnosis.thresholds import HARMFUL_OUTPUT_ERROR
+from kmp.records import GradientSample, layer_of
 from kmp.report.run_summary import RunSummary
 from kmp.report.texts import MAX_ROWS, UNKNOWN, Table, number, scale, share, share_of, with_omitted
 
@@ -57,7 +59,8 @@ def layer_errors(run: RunSummary) -> Table:
         " of the same size, both relative to their norm."
     )
     columns = ("layer", "class", "outputs", "new error", "gradients", "sampling noise")
-    marked = worst.index(replay.error_origin) if replay.error_origin in worst else None
+    origin = error_origin(replay)
+    marked = worst.index(origin) if origin in worst else None
     return Table(
         columns,
         tuple(rows),

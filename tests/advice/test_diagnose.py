@@ -7,11 +7,11 @@ from dataclasses import replace
 import keras
 import numpy as np
 import pytest
-from conftest import sample_from, without_replays
+from conftest import make_replay, sample_from, without_replays
 
 import kmp
-from kmp.advice.finding import ERROR, INFO, WARNING, SetArguments
-from kmp.records import LOSS_FUNCTION, InvalidTargets, NonfiniteOperation, Replay, Run
+from kmp.diagnosis import ERROR, INFO, WARNING, SetArguments
+from kmp.records import LOSS_FUNCTION, InvalidTargets, NonfiniteOperation, Overflow, Run
 
 DYNAMIC = {
     "rule": "DynamicScale",
@@ -51,7 +51,7 @@ def sample_with_update(update_norm, step=50, **values):
 
 
 def replay_of(**values):
-    return Replay(
+    return make_replay(
         **{"examples": 8, "loss_scale": 1.0, "loss": None, "float32_loss": None, "is_finite": False}
         | values
     )
@@ -63,7 +63,7 @@ def overflow_of_gradients(**values):
 
 
 def clean_replay(scale, **values):
-    return Replay(8, scale, 1.0, 1.0, True, True, **values)
+    return make_replay(8, scale, 1.0, 1.0, True, True, **values)
 
 
 def overflow_row(replay, **values):
@@ -695,10 +695,9 @@ def hidden(found):
 
 
 ROOT = [operation("Sqrt", has_negative_input=True)]
-NAN_IN_LOSS = replay_of(
-    float32_loss=1.0, is_finite_in_float32=True, nonfinite=ROOT, float32_layers=["net/a"]
-)
-NAN_IN_BATCH = replace(NAN_IN_LOSS, is_finite_in_float32=False, nonfinite_part="the batch's x")
+IN_LOSS = {"float32_loss": 1.0, "nonfinite": ROOT, "float32_layers": ["net/a"]}
+NAN_IN_LOSS = replay_of(is_finite_in_float32=True, **IN_LOSS)
+NAN_IN_BATCH = replay_of(is_finite_in_float32=False, nonfinite_part="the batch's x", **IN_LOSS)
 
 
 @pytest.mark.parametrize(
@@ -724,10 +723,11 @@ def test_nan_or_inf_that_the_losses_of_the_training_do_not_show_is_the_cause(
 
 def test_nan_of_a_replay_is_a_warning_if_no_step_was_skipped_and_a_compiled_pass_was_finite():
     row = {"step": 100, "overflow_count": 0, "loss_scale": 2.0**15}
-    compiled = replace(NAN_IN_LOSS, is_finite_compiled=True)
+    compiled = replay_of(is_finite_in_float32=True, is_finite_compiled=True, **IN_LOSS)
     (finding,) = advice_of(row | {"replay": compiled}, layers=LAYERS).problems
     assert (finding.cause, finding.severity, finding.location) == ("uncompiled", "warning", "net/a")
-    in_loss = replace(compiled, nonfinite=[operation("Log", "inf", LOSS_FUNCTION)])
+    logarithm = Overflow([operation("Log", "inf", LOSS_FUNCTION)], is_finite_compiled=True)
+    in_loss = replace(compiled, overflow=logarithm)
     for other in (NAN_IN_LOSS, in_loss, hidden(operation("Cast", "inf", constant=-1e9))):
         assert causes(row | {"replay": other}) == []
     assert (

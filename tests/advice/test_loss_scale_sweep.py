@@ -4,10 +4,10 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from conftest import bin_counts, sample_from
+from conftest import bin_counts, make_replay, sample_from
 
 from kmp import what_if
-from kmp.records import GradientSample, Replay, Run
+from kmp.records import GradientSample, LayerSearch, Run
 
 
 def sample(values, scale=1.0, step=1):
@@ -90,8 +90,10 @@ def test_float32_reference_makes_the_curve_exact_unless_it_overflowed():
 
 
 WIDE, WIDER = [2.0**-30, 2.0**-10], [2.0**-60, 2.0**-10]
-FINITE = Replay(8, 1.0, 1.0, 1.0, True, True, usable_scale=2.0**9)
-OVERFLOWS_AT_EVERY_SCALE = replace(FINITE, is_finite=False, float32_layers=["modulus"])
+FINITE = make_replay(8, 1.0, 1.0, 1.0, True, True, usable_scale=2.0**9)
+OVERFLOWS_AT_EVERY_SCALE = replace(
+    FINITE, is_finite=False, search=LayerSearch(is_found=True, layers=["modulus"])
+)
 
 
 @pytest.mark.parametrize(

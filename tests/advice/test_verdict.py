@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from conftest import sample_from
+from conftest import make_replay, sample_from
 
 import kmp
 from kmp.records import (
@@ -14,7 +14,6 @@ from kmp.records import (
     LayerError,
     LostWeight,
     NonfiniteOperation,
-    Replay,
     Run,
     StateError,
 )
@@ -43,7 +42,7 @@ def row(step, zeros=0, exponent=-6, **values):
 
 def compared(record, output_error=0.001, **values):
     """Adds the comparison of a batch with float32 to a record."""
-    replay = Replay(32, 2.0**15, 1.0, 1.0, True, True, output_error=output_error, **values)
+    replay = make_replay(32, 2.0**15, 1.0, 1.0, True, True, output_error=output_error, **values)
     return record | {"replay": replay}
 
 
@@ -69,9 +68,9 @@ def test_verdict_is_good_if_everything_is_excluded():
 
 COMPARED = compared(row(1)), row(50), compared(row(100))
 LATER = row(50), row(100)
-FLUSHED = Replay(32, 2.0**15, 1.0, 1.0, True, True, flushed={"net/kernel": 0.6})
-NOT_FINITE = Replay(32, 2.0**15, None, 1.0, False, True)
-RANDOM = Replay(32, 2.0**15, 1.0, 1.0, True, True)
+FLUSHED = make_replay(32, 2.0**15, 1.0, 1.0, True, True, flushed={"net/kernel": 0.6})
+NOT_FINITE = make_replay(32, 2.0**15, None, 1.0, False, True)
+RANDOM = make_replay(32, 2.0**15, 1.0, 1.0, True, True)
 HARMFUL_GRADIENTS = [GradientError("net/dense", 0.6, 0.5, 1.0, 0.1)]
 KERNEL = {"first": -6, "counts": [100], "amax": 2.0**-6, "norm": 1.0}
 HALF_ZERO = sample_from(
@@ -84,7 +83,7 @@ OPEN = {
     "nothing compared": (
         [row(1), *LATER],
         (
-            "because no batches of the run were compared; to find out: reference='auto' in"
+            "because no batches of the run were compared; to find out: replay=True in"
             " kmp.callbacks.defaults()"
         ),
     ),
@@ -316,7 +315,7 @@ def test_loss_that_overflows_inside_and_stays_finite_is_found_where_it_overflows
     found = NonfiniteOperation(
         "net/dice", "Sum", "float16", "inf", 1.0, 0.0, None, is_backward=False
     )
-    replay = Replay(
+    replay = make_replay(
         *(32, 2.0**15, 1.0, 0.6, True, True),
         **{
             "output_error": 0.01,

@@ -16,6 +16,7 @@ from models import Cube, OwnStep
 
 import kmp
 from kmp.callbacks import batch_replayer
+from kmp.diagnosis.soundness import is_harmful
 from kmp.policy import guarding
 
 pytestmark = pytest.mark.usefixtures("enabled")
@@ -23,7 +24,7 @@ pytestmark = pytest.mark.usefixtures("enabled")
 
 def defaults(*arguments, **options):
     """Returns the default callbacks without the one that repairs a training."""
-    return kmp.callbacks.defaults(*arguments, float32_fallback=False, **options)
+    return kmp.callbacks.defaults(*arguments, repair=False, **options)
 
 
 def overflowing_model(**options):
@@ -45,7 +46,7 @@ def test_skipped_steps_are_replayed_and_logged(tmp_path):
         step, replay = run.replays[-1]
         assert step == 3
         assert (replay.is_finite, replay.is_finite_in_float32, replay.examples) == (False, True, 8)
-        assert "cube" in replay.nonfinite[0].layer
+        assert "cube" in replay.operations[0].layer
         assert "cube" in kmp.advise(run)[0].change
     assert run.replays == callbacks[0].run.replays
 
@@ -68,7 +69,7 @@ def test_examples_of_a_large_batch_that_made_the_step_fail_are_replayed():
     )
     replay = callbacks[0].run.replays[-1][1]
     assert (replay.is_finite, replay.is_finite_in_float32, replay.examples) == (False, True, 32)
-    assert "cube" in replay.nonfinite[0].layer
+    assert "cube" in replay.operations[0].layer
 
 
 def test_invalid_labels_in_a_large_batch_are_found():
@@ -117,7 +118,7 @@ def test_healthy_training_is_compared_at_a_few_steps_and_is_traced_once():
     fit(model, callbacks, batches=12, epochs=3)  # 36 steps, and 18 are the middle
     replays = callbacks[0].run.replays
     assert [step for step, _ in replays] == [1, 4, 16, 18, 36]
-    assert all(found.is_compared and not found.is_harmful for _, found in replays)
+    assert all((found.comparison is not None) and not is_harmful(found) for _, found in replays)
     assert callbacks[0].run.last("fallback") is None
     traced = model.train_function
     fit(model, callbacks)
@@ -133,7 +134,7 @@ def test_training_that_converges_to_the_resolution_of_float16_is_not_hurt():
     model.fit(x, x[:, :1], batch_size=32, shuffle=False, verbose=0, callbacks=callbacks)
     _, last = callbacks[0].run.replays[-1]
     assert max(error.error for error in last.gradient_errors) > 0.3
-    assert not any(replay.is_harmful for _, replay in callbacks[0].run.replays)
+    assert not any(is_harmful(replay) for _, replay in callbacks[0].run.replays)
     assert (
         "until they nearly vanish; 0 of 100 steps were skipped"
         in kmp.advise(callbacks[0].run).verdict
@@ -147,7 +148,7 @@ def test_later_fit_with_batches_of_another_structure_trains_and_is_compared():
     model.fit(x, y, sample_weight=np.ones(16), batch_size=8, verbose=0)
     model.train_on_batch(x[:8], y[:8].astype("float32"))
     model.fit(x, y, sample_weight=np.ones(16), batch_size=8, verbose=0, callbacks=callbacks)
-    assert callbacks[0].run.replays[-1][1].has_sample_weight
+    assert callbacks[0].run.replays[-1][1].batch.has_sample_weight
 
 
 def test_training_with_augmentation_is_compared():
@@ -156,9 +157,9 @@ def test_training_with_augmentation_is_compared():
     callbacks = defaults()
     x = np.random.default_rng(0).normal(size=(32, 6, 6, 1)).astype("float32")
     model.fit(x, x[:, 0, 0], batch_size=8, verbose=0, callbacks=callbacks)
-    assert {(each.is_compared, each.is_harmful) for _, each in callbacks[0].run.replays} == {
-        (True, False)
-    }
+    assert {
+        ((each.comparison is not None), is_harmful(each)) for _, each in callbacks[0].run.replays
+    } == {(True, False)}
 
 
 class Own(OwnStep, keras.Sequential):
@@ -276,7 +277,7 @@ def test_targets_that_are_not_finite_or_rounded_do_no_harm(tmp_path, y):
     model.fit(np.ones((16, 4)), targets, batch_size=8, epochs=2, verbose=0, callbacks=callbacks)
     run = kmp.load_run(tmp_path)
     assert run.last("replay_error") is None
-    assert {replay.invalid_targets for _, replay in run.replays} == {None}
+    assert {replay.batch.invalid_targets for _, replay in run.replays} == {None}
 
 
 class Counts(keras.layers.Layer):
@@ -363,12 +364,12 @@ def test_training_with_replays_is_bitwise_identical_whatever_the_step_changes(
     x = np.random.default_rng(1).normal(size=(96, 4)).astype("float32")
     x[[24, 32, 40]] = np.inf
     states = []
-    for reference in (None, "auto"):
+    for has_replays in (False, True):
         keras.utils.set_random_seed(0)
         tf.random.set_global_generator(tf.random.Generator.from_seed(3))
         parts = layers.Dense(4), *hidden(), layers.Dense(1, dtype="float32")
         model = sequential(*parts, loss=loss(), metrics=["mae"], **MODES[mode])
-        callbacks = defaults(every_n_steps=4, on_stuck="ignore", reference=reference)
+        callbacks = defaults(every_n_steps=4, on_stuck="ignore", replay=has_replays)
         history = model.fit(
             x, np.ones((96, 1)), batch_size=8, shuffle=False, verbose=0, callbacks=callbacks
         ).history
@@ -441,7 +442,7 @@ def test_custom_loop_under_guard_is_compared_in_its_forward_pass(is_traced, offs
     run = kmp.load_run(tmp_path)
     assert run.comparisons
     assert all(replay.is_forward_only and replay.examples == 8 for _, replay in run.comparisons)
-    assert [replay.is_harmful for _, replay in run.comparisons] == [bool(offset)] * len(
+    assert [is_harmful(replay) for _, replay in run.comparisons] == [bool(offset)] * len(
         run.comparisons
     )
     assert run.last("fallback") is None  # the function of the loop would not be traced again

@@ -6,7 +6,6 @@ import gc
 import itertools
 import json
 import os
-import shutil
 
 import keras
 import numpy as np
@@ -28,7 +27,13 @@ from models import OwnStep
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import kmp
-from kmp.callbacks import GradientHistogram, LossScaleLogger, Monitor, OverflowCounter, log_writer
+from kmp.callbacks import (
+    GradientHistogram,
+    LossScaleLogger,
+    OverflowCounter,
+    log_writer,
+    recorder,
+)
 from kmp.callbacks.tensorboard_events import histograms_by_tag, write_histograms
 from kmp.records import BIN_COUNT, FIRST_EXPONENT, SCHEMA, ZERO_BIN, LogEncoder, to_line
 
@@ -393,7 +398,7 @@ def test_reached_quota_stops_the_log_and_not_the_training_and_a_later_run_contin
 @pytest.fixture
 def small_budget(monkeypatch):
     """A budget that a few samples exceed."""
-    monkeypatch.setattr(Monitor, "budget", 8_000)
+    monkeypatch.setattr(recorder, "BUDGET", 8_000)
 
 
 def test_interval_of_a_long_run_doubles_in_the_log_and_in_memory_and_a_resumed_run_keeps_it(
@@ -418,9 +423,9 @@ def test_interval_of_a_long_run_doubles_in_the_log_and_in_memory_and_a_resumed_r
 
 
 def test_interval_of_a_run_without_a_log_doubles_too_and_a_new_one_starts_in_full(monkeypatch):
-    monkeypatch.setattr(Monitor, "budget", 600)
+    monkeypatch.setattr(recorder, "BUDGET", 600)
     histogram, reused = (
-        GradientHistogram(every_n_steps=1, reference=None),
+        GradientHistogram(every_n_steps=1),
         without_replays(every_n_steps=1),
     )
     for _ in range(2):
@@ -544,25 +549,11 @@ def test_model_whose_step_calls_only_its_parts_is_recorded(tmp_path):
     assert kmp.load_run(tmp_path).settings["parameters"] == 23
 
 
-def test_log_that_is_lost_during_the_training_is_written_again_with_a_warning(tmp_path):
-    folder, file = tmp_path / "log", tmp_path / "log" / "kmp.jsonl"
-    harms = {
-        **{3: lambda: shutil.rmtree(folder), 5: file.unlink},
-        **{7: lambda: folder.rename(tmp_path / "moved"), 9: lambda: file.write_bytes(b"")},
-    }
-    callbacks = without_replays(folder, every_n_steps=1)
-
-    def check(batch, logs):
-        rows = kmp.load_run(folder).rows
-        assert [row["step"] for row in rows] == [row["step"] for row in callbacks[0].run.rows]
-        assert steps_in_tensorboard(folder) == list(range(1, batch + 2))
-
-    harm = keras.callbacks.LambdaCallback(
-        on_train_batch_end=lambda batch, logs: harms.get(batch, list)()
+def test_log_that_is_lost_during_the_training_ends_with_a_warning_and_the_run_has_all(tmp_path):
+    lose = keras.callbacks.LambdaCallback(
+        on_train_batch_end=lambda batch, logs: (tmp_path / "kmp.jsonl").unlink(missing_ok=True)
     )
-    checks = keras.callbacks.LambdaCallback(on_train_batch_end=check)
-    with pytest.warns(
-        UserWarning, match="was deleted, moved or truncated during the training"
-    ) as caught:
-        fit(compiled_model(run_eagerly=True), [harm, *callbacks, checks], batches=11)
-    assert len(caught) == len(harms)
+    callbacks = without_replays(tmp_path, every_n_steps=1)
+    with pytest.warns(UserWarning, match="stops: the log was deleted or moved. Training cont"):
+        fit(compiled_model(run_eagerly=True), [lose, *callbacks], batches=4)
+    assert callbacks[0].run.series("loss_scale")[0].tolist() == [1, 2, 3, 4]

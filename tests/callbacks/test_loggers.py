@@ -18,8 +18,6 @@ from kmp.callbacks import (
     LossScaleLogger,
     Monitor,
     OverflowCounter,
-    Report,
-    StuckDetector,
     StuckError,
     defaults,
 )
@@ -62,7 +60,7 @@ def test_training_is_recorded_and_unchanged(mode):
 def test_only_a_training_with_the_callback_is_sampled():
     model, histogram, sampled = (
         compiled_model(),
-        GradientHistogram(every_n_steps=200, reference=None),
+        GradientHistogram(every_n_steps=200),
         [],
     )
     fit(model, [], batches=8)
@@ -100,7 +98,7 @@ def test_logged_norm_is_the_last_finite_one():
     x, y = small_data(batches=5)
     x[3 * 8 :] = np.nan
     callback, model = (
-        GradientHistogram(every_n_steps=1, reference=None),
+        GradientHistogram(every_n_steps=1),
         compiled_model(run_eagerly=True),
     )
     history = model.fit(x, y, batch_size=8, shuffle=False, verbose=0, callbacks=[callback]).history
@@ -197,7 +195,7 @@ def test_train_on_batch_works_with_a_callback_list():
 
 
 def test_two_histograms_with_different_every_n_steps_each_have_their_samples():
-    frequent, rare = (GradientHistogram(every_n_steps=number, reference=None) for number in (2, 3))
+    frequent, rare = (GradientHistogram(every_n_steps=number) for number in (2, 3))
     fit(compiled_model(run_eagerly=True), [frequent, rare], batches=10)
     assert [histogram.step for histogram in frequent.run.histograms] == [1, 2, 4, 6, 8, 10]
     assert [histogram.step for histogram in rare.run.histograms] == [1, 3, 6, 9]
@@ -289,11 +287,8 @@ def test_model_that_needs_no_loss_scale_has_records_only_with_a_wrapped_optimize
     kmp.enable("mixed_bfloat16")
     model = compiled_model(run_eagerly=True)
     shared = without_replays(tmp_path, report=tmp_path / "r.html")
-    single = [
-        callback()
-        for callback in (LossScaleLogger, OverflowCounter, GradientHistogram, StuckDetector)
-    ]
-    for callbacks in (shared, [*single, Report(tmp_path / "single.html", single[0].run)]):
+    single = [callback() for callback in (LossScaleLogger, OverflowCounter, GradientHistogram)]
+    for callbacks in (shared, single):
         assert set(fit(model, callbacks, batches=2)) == {"loss"}
         assert callbacks[0].run.rows == []
     (message,) = [
@@ -328,10 +323,9 @@ def test_error_for_a_float16_model_says_how_to_add_a_loss_scale_optimizer():
         (Monitor, {"optimizer": keras.optimizers.SGD()}, "`optimizer` must be"),
         (defaults, {"variables": 3}, "`variables` must be"),
         *(
-            (defaults, {"reference": reference}, "`reference` must be")
-            for reference in (1, "batch")
+            (defaults, {name: "auto"}, f"`{name}` must be True or False")
+            for name in ("replay", "repair")
         ),
-        (defaults, {"float32_fallback": 3}, "`float32_fallback` must be"),
         (defaults, {"report": "report.pdf"}, "`report` must be"),
     ],
 )
@@ -343,15 +337,11 @@ def test_invalid_argument_raises_an_error_that_names_it(make, arguments, match):
 def test_copied_and_unpickled_callbacks_have_the_records_and_work_together(tmp_path, monkeypatch):
     written = []
     monkeypatch.setattr(kmp.report, "write", lambda runs, path: written.extend(runs.values()))
-    originals = defaults(every_n_steps=1000, report=tmp_path / "r.html")
+    originals = [Monitor(every_n_steps=1000, patience=10, report=tmp_path / "r.html")]
     fit(compiled_model(run_eagerly=True), originals, batches=2)
     before = originals[0].run.replays
-    monitor, fallback, detector, _ = callbacks = pickle.loads(
-        pickle.dumps(copy.deepcopy(originals))
-    )
+    (monitor,) = callbacks = pickle.loads(pickle.dumps(copy.deepcopy(originals)))
     assert monitor.run.replays == before
-    assert fallback.monitor is monitor
-    detector.patience = 10
     x, y = small_data(batches=12)
     with pytest.raises(StuckError):
         compiled_model(run_eagerly=True).fit(
@@ -361,7 +351,7 @@ def test_copied_and_unpickled_callbacks_have_the_records_and_work_together(tmp_p
     assert (
         monitor.run.last("overflows_in_a_row") == 10
     )  # the monitor reads once more before the error
-    assert monitor.run.replays[-1][1].nonfinite_part
+    assert monitor.run.replays[-1][1].batch.nonfinite
     assert originals[0].run.replays == before
 
 
@@ -386,7 +376,7 @@ def test_scales_that_keras_overwrites_with_their_gradient_are_not_sampled():
     model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(4, kernel_initializer="zeros")])
     model.quantize("float8")
     model.compile("sgd", "mse")
-    callback = GradientHistogram(reference=None)
+    callback = GradientHistogram()
     x = np.random.default_rng(0).normal(0.0, 1000.0, (64, 8))
     history = model.fit(x, np.zeros((64, 4)), verbose=0, callbacks=[callback]).history
     assert history["grad_norm"] == [0.0]

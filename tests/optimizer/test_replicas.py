@@ -120,7 +120,9 @@ def test_overflow_or_empty_batch_on_any_replica_skips_the_step_on_all_and_a_stuc
     assert after.loss_scale == before.loss_scale
     with pytest.raises(kmp.callbacks.StuckError, match="the last 3 steps"):
         fit_data(
-            model, (np.full_like(x[:-7], np.nan), y[:-7]), [kmp.callbacks.StuckDetector(patience=3)]
+            model,
+            (np.full_like(x[:-7], np.nan), y[:-7]),
+            [kmp.callbacks.Monitor(replay=False, patience=3)],
         )
 
 
@@ -157,7 +159,7 @@ def test_compiled_step_trains_as_the_other_and_has_no_branch(strategy):
     weights, (x, y) = [], batches(CORRUPTION_BY_STEP)
     for jit_compile in (False, True):
         model = make_model(strategy, jit_compile)
-        histogram = kmp.callbacks.GradientHistogram(every_n_steps=4, reference=None)
+        histogram = kmp.callbacks.GradientHistogram(every_n_steps=4)
         fit_data(model, (x, y), [histogram])
         weights.append(
             [

@@ -3,13 +3,13 @@ import math
 import matplotlib.pyplot as plt
 import numpy as np
 import pytest
-from conftest import bin_counts
+from conftest import bin_counts, make_replay
 from matplotlib.collections import QuadMesh
 from matplotlib.text import Text
 
 from kmp import plots
 from kmp.advice import WhatIf, what_if
-from kmp.records import ExponentHistogram, GradientSample, LayerError, Replay, Run
+from kmp.records import ExponentHistogram, GradientSample, LayerError, Run
 
 
 def histogram(scale=2.0**10, **bins):
@@ -40,7 +40,7 @@ def overflows_of(overflows, origins=None, step=1):
 def compared(*errors, step=9, output_error=0.002, **values):
     """Returns a record of a comparison: of each layer, the error of its outputs and its new error."""
     layers = [LayerError(f"net/layer_{index}", *pair) for index, pair in enumerate(errors)]
-    replay = Replay(
+    replay = make_replay(
         32, 8.0, 1.0, 1.0, True, True, output_error=output_error, layer_errors=layers, **values
     )
     return {"step": step, "replay": replay}
@@ -286,7 +286,7 @@ def test_figures_of_many_records_have_a_bounded_number_of_marks_and_cells():
 
 
 def test_errors_of_the_layers_are_those_of_the_last_comparison():
-    not_finite = {"step": 20, "replay": Replay(32, 8.0, None, 1.0, False, True)}
+    not_finite = {"step": 20, "replay": make_replay(32, 8.0, None, 1.0, False, True)}
     rows = [
         compared((0.3, 0.3), step=5),
         compared((1e-3, 1e-4), (0.0, None), (2e-3, 0.0)),

@@ -138,7 +138,7 @@ def test_ragged_batch_is_replayed_as_a_whole():
     batch = {"edges": np.ones((len(node), 1), "float32"), "node": node}, np.ones((4, 1), "float32")
     model = Graph()
     model.compile("sgd", "mse", jit_compile=False)
-    callbacks = kmp.callbacks.defaults(float32_fallback=False)
+    callbacks = kmp.callbacks.defaults(repair=False)
     model.fit(with_unknown_rows(batch, 2), shuffle=False, verbose=0, callbacks=callbacks)
     replay = callbacks[0].run.replays[-1][1]
     assert replay.examples == len(node)

@@ -10,7 +10,7 @@ from models import Cube
 
 import kmp
 from kmp.records import LOSS_FUNCTION, InvalidTargets
-from kmp.replay import Passes, TrainStep, replay
+from kmp.replay import Passes, StepContext, TrainStep, replay
 from kmp.replay.eager_pass import as_array
 from kmp.replay.layer_marks import LayerMarks
 from kmp.replay.nonfinite_operations import NonfiniteOperations
@@ -50,9 +50,7 @@ def replayed(model, x=None, y=None, loss_scale=8.0, **options):
     y = np.zeros((len(x), 1), "float32") if y is None else y
     variables = {variable.path: variable for variable in model.trainable_variables}
     step = TrainStep(functools.partial(type(model).train_step, model), [model.optimizer])
-    return replay(Passes(model, (x, y), step, variables), step=1, loss_scale=loss_scale, **options)[
-        0
-    ]
+    return replay(Passes(model, (x, y), step, variables), StepContext(1, loss_scale, **options))[0]
 
 
 def named(paths):
@@ -62,9 +60,14 @@ def named(paths):
 def test_finite_batch_has_finite_passes():
     result = replayed(model_of())
     assert (result.is_finite, result.is_finite_in_float32) == (True, True)
-    assert (result.nonfinite, result.float32_layers) == ([], [])
+    assert (result.operations, result.float32_layers) == ([], [])
     assert result.loss == pytest.approx(result.float32_loss, rel=1e-2)
-    assert (result.examples, result.flushed, result.zero, result.nonfinite_part) == (
+    assert (
+        result.examples,
+        result.gradients.flushed,
+        result.gradients.zero,
+        result.batch.nonfinite,
+    ) == (
         ROWS,
         {},
         [],
@@ -95,13 +98,15 @@ def test_usable_scale_is_that_of_the_gradients_in_16_bits():
             layers.Activation("linear", dtype="float32"),
         )
         model = sequential(layers.Dense(1, name="first"), to_units, end)
-        return replayed(model, y=np.full((ROWS, 1), 1e6, "float32")).usable_scale
+        return replayed(model, y=np.full((ROWS, 1), 1e6, "float32")).gradients.usable_scale
 
     in_float32 = layers.Dense(
         1, activation=lambda x: ops.cast(x, "float32") * 1e-3
     )  # it computes in float16
     assert (
-        replayed(sequential(in_float32), y=np.full((ROWS, 1), 1e6, "float32")).usable_scale
+        replayed(
+            sequential(in_float32), y=np.full((ROWS, 1), 1e6, "float32")
+        ).gradients.usable_scale
         == 2.0**3
     )
     # The gradient of the last outputs is 2.5e5, and that of the first kernel about 1e3.
@@ -116,7 +121,7 @@ def test_gradients_of_the_weights_of_a_float32_layer_do_not_lower_the_usable_sca
     model, scales = sequential(first, head), []
     for head.trainable in (False, True):
         result = replayed(model, np.ones((ROWS, 4), "float32"), np.full((ROWS, 1), 1e4, "float32"))
-        scales.append(result.usable_scale)
+        scales.append(result.gradients.usable_scale)
     assert scales[0] == scales[1] < 2.0**20
 
 
@@ -134,30 +139,32 @@ def test_first_nonfinite_operation_the_constants_that_float16_loses_and_the_laye
     result = replayed(model_of(layers.Lambda(function, name="lossy")), x)
     assert (result.is_finite, result.is_finite_in_float32, result.loss) == (False, True, None)
     assert np.isfinite(result.float32_loss)
-    assert (result.nonfinite[0].operation, result.nonfinite[0].has_infinite_constant) == (
+    assert (result.operations[0].operation, result.operations[0].has_infinite_constant) == (
         operation,
         False,
     )
-    assert named([result.nonfinite[0].layer]) == named(result.float32_layers) == ["lossy"]
-    assert list(result.lost_constants.values()) == [pytest.approx(constants)] * bool(constants)
-    assert named(result.lost_constants) == ["lossy"] * bool(constants)
+    assert named([result.operations[0].layer]) == named(result.float32_layers) == ["lossy"]
+    assert list(result.overflow.lost_constants.values()) == [pytest.approx(constants)] * bool(
+        constants
+    )
+    assert named(result.overflow.lost_constants) == ["lossy"] * bool(constants)
 
 
 @pytest.mark.filterwarnings(
     "ignore:overflow encountered in cast:RuntimeWarning"
 )  # Keras' cast of the constant
 def test_constant_that_is_infinite_in_float16_is_where_inf_begins():
-    first, *_ = replayed(model_of(layers.Lambda(lambda x: x + 1e5, name="lossy"))).nonfinite
+    first, *_ = replayed(model_of(layers.Lambda(lambda x: x + 1e5, name="lossy"))).operations
     assert (named([first.layer]), first.operation, first.value) == (["lossy"], "AddV2", "inf")
     assert (first.has_infinite_constant, first.is_backward) == (True, False)
     infinite = layers.Lambda(lambda x: masked(x, ops.convert_to_tensor(-np.inf, x.dtype)))
-    assert replayed(model_of(infinite)).nonfinite[0].has_infinite_constant
+    assert replayed(model_of(infinite)).operations[0].has_infinite_constant
 
 
 def test_added_loss_is_told_from_an_output():
     result = replayed(model_of(Penalty(lambda x: ops.sum(ops.square(x * 30)), name="penalty")))
-    assert named([result.nonfinite[0].layer]) == ["penalty"]
-    assert named(result.nonfinite_outputs) == []
+    assert named([result.operations[0].layer]) == ["penalty"]
+    assert named(result.overflow.outputs) == []
     assert named(result.float32_layers) == ["penalty"]
 
 
@@ -177,7 +184,7 @@ def test_loss_in_the_dtype_of_the_output_is_found_and_needs_the_last_layer_in_fl
     )
     model.compile("sgd")
     result = replayed(model)
-    assert (result.nonfinite[0].layer, result.nonfinite[0].dtype) == (LOSS_FUNCTION, "float16")
+    assert (result.operations[0].layer, result.operations[0].dtype) == (LOSS_FUNCTION, "float16")
     assert named(result.float32_layers) == ["b"]
 
 
@@ -204,32 +211,32 @@ def test_flushed_gradients_are_told_from_zeros():
     x = np.ones((ROWS, 4), "float32")
     y = [np.ones((ROWS, 1), "float32") for _ in range(3)]
     result = replayed(model, x, y, loss_scale=1.0)
-    assert result.flushed == {"tiny/kernel": 1.0, "tiny/bias": 1.0}
-    assert result.zero == ["dead/kernel", "dead/bias", "small/kernel"]
+    assert result.gradients.flushed == {"tiny/kernel": 1.0, "tiny/bias": 1.0}
+    assert result.gradients.zero == ["dead/kernel", "dead/bias", "small/kernel"]
 
 
 def test_invalid_targets_are_found_without_a_pass():
     model = model_of(outputs=3, loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True))
-    assert replayed(model, y=np.arange(ROWS) % 3).invalid_targets is None
-    assert replayed(model, y=np.arange(ROWS) % 6).invalid_targets == InvalidTargets(
+    assert replayed(model, y=np.arange(ROWS) % 3).batch.invalid_targets is None
+    assert replayed(model, y=np.arange(ROWS) % 6).batch.invalid_targets == InvalidTargets(
         0, 5, 3, from_logits=True
     )
     expected = InvalidTargets(-1, 1, 3, only_invalid=-1, from_logits=True)
-    assert replayed(model, y=np.arange(ROWS) % 3 - 1).invalid_targets == expected
+    assert replayed(model, y=np.arange(ROWS) % 3 - 1).batch.invalid_targets == expected
 
 
 @pytest.mark.parametrize("value", [np.nan, 7e4])
 def test_batch_with_nan_or_too_large_inputs_is_named(value):
     x = np.ones((ROWS, 4), "float32")
     x[3, 2] = value
-    assert replayed(model_of(), x).nonfinite_part == "the batch's x"
+    assert replayed(model_of(), x).batch.nonfinite.part == "the batch's x"
 
 
 def test_nan_in_a_variable_is_named():
     model = model_of()
     model.layers[0].bias.assign([0.0, np.nan, 0.0, 0.0])
     result = replayed(model)
-    assert result.nonfinite_variables == [model.layers[0].bias.path]
+    assert result.batch.nonfinite_variables == [model.layers[0].bias.path]
     assert not result.is_finite_in_float32
 
 
@@ -251,8 +258,8 @@ def test_usable_scale_takes_the_size_of_the_training_batch_into_account_unless_t
     )
     whole = [np.tile(each, (4, 1)) for each in (x, y)] if loss == "mse" else (x, y)
     assert (
-        replayed(model, x, y, batch_size=4 * ROWS).usable_scale
-        == replayed(model, *whole).usable_scale
+        replayed(model, x, y, batch_size=4 * ROWS).gradients.usable_scale
+        == replayed(model, *whole).gradients.usable_scale
     )
 
 
@@ -270,7 +277,7 @@ def test_infinities_that_do_no_harm_do_not_hide_the_nan():
     masks = [layers.Lambda(mask, name=f"mask_{number}") for number in range(12)]
     found = replayed(
         model_of(*masks, layers.Lambda(lambda x: ops.sqrt(x - 1.0), name="root"))
-    ).nonfinite
+    ).operations
     assert [operation.operation for operation in found if operation.value == "nan"] == ["Sqrt"]
     assert [operation.has_negative_input for operation in found if operation.value == "nan"] == [
         True
@@ -284,7 +291,7 @@ def test_infinities_that_do_no_harm_do_not_hide_the_nan():
 def test_smallest_input_is_that_of_the_divisor(function, smallest):
     divide = layers.Lambda(lambda x: function(x * ops.cast(ops.arange(4), x.dtype)))
     result = replayed(model_of(divide), np.ones((ROWS, 4), "float32"))
-    assert result.nonfinite[0].smallest_input == pytest.approx(smallest, rel=0.2)
+    assert result.operations[0].smallest_input == pytest.approx(smallest, rel=0.2)
 
 
 def test_overflow_between_layers_needs_the_layer_before_in_float32():
@@ -294,7 +301,7 @@ def test_overflow_between_layers_needs_the_layer_before_in_float32():
     model = keras.Model(inputs, outputs, name="net")
     model.compile("sgd", "mse", loss_weights=[1e-9])
     result = replayed(model, np.full((ROWS, 4), 15.0, "float32"))
-    assert (named(result.float32_layers), result.nonfinite[0].layer) == (["before"], "net")
+    assert (named(result.float32_layers), result.operations[0].layer) == (["before"], "net")
 
 
 def test_layer_with_a_function_of_its_own_is_replayed():
@@ -323,7 +330,9 @@ def test_gradient_of_an_embedding_has_the_rows_of_the_batch():
     )
     model = sequential(*parts, shape=(2,), loss_weights=[1e-9])
     result = replayed(model, words, np.ones((2, 1), "float32"), loss_scale=1.0)
-    assert named(path for path, share in result.flushed.items() if share == 1.0) == ["embeddings"]
+    assert named(path for path, share in result.gradients.flushed.items() if share == 1.0) == [
+        "embeddings"
+    ]
     slices = tf.IndexedSlices(
         tf.ones((3, 2), tf.float16), tf.constant([7, 5, 7]), dense_shape=tf.constant([9, 2])
     )
@@ -339,8 +348,8 @@ def test_targets_are_compared_with_the_output_of_their_name():
         "sgd", [keras.losses.SparseCategoricalCrossentropy(from_logits=True) for _ in model.outputs]
     )
     x, y = np.ones((ROWS, 4), "float32"), {"a": np.arange(ROWS) % 5, "b": np.arange(ROWS) % 3}
-    assert replayed(model, x, y).invalid_targets is None
-    invalid = replayed(model, x, y | {"a": np.arange(ROWS)}).invalid_targets
+    assert replayed(model, x, y).batch.invalid_targets is None
+    invalid = replayed(model, x, y | {"a": np.arange(ROWS)}).batch.invalid_targets
     assert (invalid.key, invalid.output, invalid.classes) == ("['a']", 1, 5)
 
 
@@ -348,7 +357,7 @@ def test_only_invalid_target_is_a_mark_of_what_is_missing():
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     model = sequential(layers.Dense(3), shape=(2, 4), loss=loss)
     y = np.tile([0, 255], (ROWS, 1))
-    invalid = replayed(model, np.ones((ROWS, 2, 4), "float32"), y).invalid_targets
+    invalid = replayed(model, np.ones((ROWS, 2, 4), "float32"), y).batch.invalid_targets
     assert (invalid.only_invalid, invalid.per_example, invalid.from_logits) == (255, 2, True)
 
 
@@ -367,8 +376,8 @@ def test_sum_over_the_batch_is_replayed_with_its_size():
 )
 def test_targets_of_a_binary_cross_entropy_are_from_0_to_1(loss):
     model = model_of(loss=loss)
-    assert replayed(model, y=np.ones((ROWS, 1))).invalid_targets is None
-    invalid = replayed(model, y=np.full((ROWS, 1), 2.0)).invalid_targets
+    assert replayed(model, y=np.ones((ROWS, 1))).batch.invalid_targets is None
+    invalid = replayed(model, y=np.full((ROWS, 1), 2.0)).batch.invalid_targets
     assert (invalid.smallest, invalid.largest, invalid.is_binary) == (2.0, 2.0, True)
 
 
@@ -379,8 +388,8 @@ def test_targets_of_another_loss_are_no_classes():
     result = replayed(
         model_of(outputs=3, loss=root_of_negative), y=np.full((ROWS, 1), 40.0, "float32")
     )
-    assert (result.invalid_targets, result.is_finite_in_float32) == (None, False)
-    assert result.nonfinite[0].operation == "Sqrt"
+    assert (result.batch.invalid_targets, result.is_finite_in_float32) == (None, False)
+    assert result.operations[0].operation == "Sqrt"
 
 
 def test_what_a_fused_normalization_keeps_for_its_gradient_is_no_result():

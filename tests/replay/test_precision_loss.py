@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import keras
 import numpy as np
 import pytest
@@ -7,7 +9,8 @@ from keras import layers, ops
 from test_batch_replay import Penalty, named, replayed
 
 from kmp.backend import equal_random_numbers, watching_operations
-from kmp.records import GradientError, is_harmful
+from kmp.diagnosis.soundness import are_harmful, is_harmful, is_harmful_gradient, lost_states
+from kmp.records import GradientError
 from kmp.replay.layer_marks import relative_error
 
 pytestmark = pytest.mark.usefixtures("enabled")
@@ -46,7 +49,7 @@ def test_error_of_a_finite_pass_is_measured_where_it_is_born_and_its_layer_is_fo
         sequential(lossy, layers.Dense(4, name="hidden"), layers.Dense(1, name="head")), x
     )
     assert result.is_finite
-    assert result.is_harmful
+    assert is_harmful(result)
     assert named(result.float32_layers) == ["lossy"]
     errors = {named([each.layer])[0]: each for each in result.layer_errors}
     assert errors["lossy"].new_error > 0.1
@@ -57,33 +60,30 @@ def test_error_of_a_finite_pass_is_measured_where_it_is_born_and_its_layer_is_fo
 def test_dropout_and_losses_that_layers_add_are_no_errors():
     parts = layers.Dense(8, "relu"), layers.Dropout(0.5), Penalty(ops.mean), layers.Dense(1)
     result = replayed(sequential(*parts), NORMAL)
-    assert result.is_compared
-    assert not result.is_harmful
+    assert result.comparison is not None
+    assert not is_harmful(result)
     assert result.output_error < 0.004
     assert result.loss == pytest.approx(result.float32_loss, rel=0.01)
     assert all(0.98 < error.kept < 1.02 for error in result.gradient_errors)
 
 
 def test_gradient_error_is_harmful_above_the_sampling_noise_or_if_it_is_systematic():
-    assert not GradientError("a", error=0.5, kept=1.0, norm=1.0, noise=2.0).is_harmful
-    assert GradientError("a", error=0.5, kept=1.0, norm=1.0, noise=0.1).is_harmful
-    assert GradientError("a", error=1.0, kept=0.0, norm=1.0, noise=0.9).is_harmful
-    assert not GradientError("a", error=0.45, kept=0.71, norm=1.0, noise=0.75).is_harmful
-    assert not GradientError("a", error=0.1, kept=1.0, norm=1.0, noise=0.01).is_harmful
-    assert not GradientError(
-        "a", error=1.0, kept=0.0, norm=1e-4, noise=0.1, largest_norm=1.0
-    ).is_harmful  # converged
-    assert GradientError(
-        "a", error=1.0, kept=0.0, norm=1e-2, noise=0.1, largest_norm=1.0
-    ).is_harmful
+    assert not is_harmful_gradient(GradientError("a", error=0.5, kept=1.0, norm=1.0, noise=2.0))
+    assert is_harmful_gradient(GradientError("a", error=0.5, kept=1.0, norm=1.0, noise=0.1))
+    assert is_harmful_gradient(GradientError("a", error=1.0, kept=0.0, norm=1.0, noise=0.9))
+    assert not is_harmful_gradient(GradientError("a", error=0.45, kept=0.71, norm=1.0, noise=0.75))
+    assert not is_harmful_gradient(GradientError("a", error=0.1, kept=1.0, norm=1.0, noise=0.01))
+    lost = GradientError("a", error=1.0, kept=0.0, norm=1e-2, noise=0.1, largest_norm=1.0)
+    assert is_harmful_gradient(lost)
+    assert not is_harmful_gradient(replace(lost, norm=1e-4))  # converged
     small, noticed = (
         GradientError("a", error=error, kept=1.0, norm=1.0, noise=2.0) for error in (0.05, 0.2)
     )
-    assert not is_harmful(0.3, [small])  # such as an error of a mean that the loss does not notice
-    assert is_harmful(0.3, [small, noticed])
-    assert not is_harmful(0.01, [noticed])
-    assert is_harmful(0.3, [])
-    assert not is_harmful(0.1, [])
+    assert not are_harmful(0.3, [small])  # such as an error of a mean that the loss does not notice
+    assert are_harmful(0.3, [small, noticed])
+    assert not are_harmful(0.01, [noticed])
+    assert are_harmful(0.3, [])
+    assert not are_harmful(0.1, [])
 
 
 class Gate(layers.Layer):
@@ -104,7 +104,7 @@ def test_gradient_function_that_clips_scaled_gradients_is_found():
         layers.Dense(1, name="last", dtype="float32"),
     )
     result = replayed(model, x, x[:, :1] + 3.0)
-    assert (named(result.unscaled_layers), named([result.unscaled_by])) == (["first"], ["gate"])
+    assert (named(result.unscaled.layers), named([result.unscaled.origin])) == (["first"], ["gate"])
 
 
 class Noise(layers.Layer):
@@ -115,10 +115,10 @@ class Noise(layers.Layer):
 def test_layers_that_draw_random_numbers_are_measured_on_those_of_their_call():
     parts = [Noise(name="first"), layers.Dense(4), Noise(name="second"), layers.Dense(1)]
     result = replayed(sequential(*parts), NORMAL)
-    assert result.is_compared
-    assert not result.is_harmful
+    assert result.comparison is not None
+    assert not is_harmful(result)
     assert max(each.new_error or 0.0 for each in result.layer_errors) < 0.01
-    assert result.unscaled_layers == []
+    assert result.unscaled is None
 
 
 def test_uniform_numbers_in_16_bits_are_below_one():
@@ -137,7 +137,7 @@ class Safe(layers.Layer):
 
 def test_layer_that_casts_to_the_dtype_of_its_variables_is_not_harmed():
     result = replayed(sequential(Safe(name="safe"), layers.Dense(1)), 1000 + 100 * NORMAL)
-    assert (result.is_finite_in_float32, result.is_harmful, result.float32_layers) == (
+    assert (result.is_finite_in_float32, is_harmful(result), result.float32_layers) == (
         True,
         False,
         [],
@@ -165,7 +165,7 @@ def test_pass_with_random_numbers_of_the_users_own_is_not_compared():
 
     result = replayed(sequential(OwnDropout(), layers.Dense(1)), NORMAL)
     assert result.is_finite
-    assert not result.is_compared
+    assert not (result.comparison is not None)
     assert (result.layer_errors, result.float32_layers) == ([], [])
 
 
@@ -188,8 +188,8 @@ def test_gradient_that_is_zero_but_for_rounding_is_not_compared():
         layers.BatchNormalization(),
     ]
     result = replayed(sequential(*parts, layers.ReLU(), layers.Dense(1)), NORMAL, NORMAL[:, :1])
-    assert result.is_compared
-    assert not result.is_harmful
+    assert result.comparison is not None
+    assert not is_harmful(result)
 
 
 def test_output_error_of_a_large_mean_is_not_harmful():
@@ -199,7 +199,7 @@ def test_output_error_of_a_large_mean_is_not_harmful():
         sequential(layers.Dense(8, "relu"), head), x, 500 + 50 * x[:, :1], loss_scale=1.0
     )
     assert result.output_error > 0.05
-    assert not result.is_harmful
+    assert not is_harmful(result)
     assert result.float32_layers == []
 
 
@@ -245,5 +245,5 @@ def test_state_whose_updates_float16_loses_is_told_from_one_that_has_converged(l
     x = np.random.default_rng(0).normal(-42.0, 1.0, (ROWS, 24)).astype("float32")
     model = sequential(layer(), layers.Dense(1, name="head"), shape=(24,))
     result = replayed(model, x, batch_size=1024)
-    assert named(result.lost_states) == ["mean"] * is_lost
-    assert (named(result.float32_layers), result.is_harmful) == (["running"] * is_lost, is_lost)
+    assert named(each.path for each in lost_states(result)) == ["mean"] * is_lost
+    assert (named(result.float32_layers), is_harmful(result)) == (["running"] * is_lost, is_lost)

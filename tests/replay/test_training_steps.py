@@ -11,8 +11,9 @@ from keras import ops
 from test_batch_replay import named
 
 import kmp
+from kmp.diagnosis.soundness import error_origin, is_harmful
 from kmp.policy import all_optimizers_of
-from kmp.replay import Passes, TrainStep, replay
+from kmp.replay import Passes, StepContext, TrainStep, replay
 
 pytestmark = pytest.mark.usefixtures("enabled")
 X = np.random.default_rng(0).normal(size=(32, 4)).astype("float32")
@@ -172,7 +173,7 @@ def replayed(model, loss_scale=1024.0, data=(X, Y)):
         functools.partial(type(model).train_step, model), all_optimizers_of(model), is_custom=True
     )
     data = keras.tree.map_structure(tf.convert_to_tensor, data)
-    return replay(Passes(model, data, step, variables), step=1, loss_scale=loss_scale)[0]
+    return replay(Passes(model, data, step, variables), StepContext(1, loss_scale))[0]
 
 
 @pytest.mark.parametrize(
@@ -182,11 +183,11 @@ def test_sound_step_is_compared_with_its_gradients_and_changes_nothing(kind):
     model = own_model(kind)
     before = values(model.variables)
     result = replayed(model)
-    assert (result.is_finite, result.is_forward_only, result.is_harmful) == (True, False, False)
+    assert (result.is_finite, result.is_forward_only, is_harmful(result)) == (True, False, False)
     assert result.loss == pytest.approx(result.float32_loss, rel=0.01)
     assert {named([error.layer])[0] for error in result.gradient_errors} == {"hidden", "head"}
     assert all(0.98 < error.kept < 1.02 for error in result.gradient_errors)
-    assert (result.unscaled_layers, result.float32_layers) == ([], [])
+    assert (result.unscaled.layers, result.float32_layers) == ([], [])
     np.testing.assert_equal(values(model.variables), before)
     model.train_step(
         (tf.constant(X), tf.constant(Y))
@@ -195,7 +196,7 @@ def test_sound_step_is_compared_with_its_gradients_and_changes_nothing(kind):
 
 
 def test_forward_pass_of_a_second_network_is_not_backward():
-    found = replayed(own_model(SecondFails)).nonfinite[0]
+    found = replayed(own_model(SecondFails)).operations[0]
     assert (found.operation, found.value, found.is_backward) == ("Sqrt", "nan", False)
 
 
@@ -208,7 +209,7 @@ def test_step_that_draws_random_numbers_is_compared_on_the_same_ones_and_draws_o
     result = replayed(model)
     drawn.append(tf.random.normal((3,)).numpy())
     np.testing.assert_array_equal(drawn, expected)
-    assert result.is_compared
+    assert result.comparison is not None
     assert result.output_error < 0.01
     assert result.loss == pytest.approx(result.float32_loss, rel=0.01)
 
@@ -220,18 +221,18 @@ def test_loss_that_does_not_go_through_scale_loss_is_not_known():
 
 def test_loss_that_is_not_scaled_is_found():
     result = replayed(own_model(AddedAfterScaling))
-    assert sorted(named(result.unscaled_layers)) == ["head", "hidden"]
-    assert not result.is_unscaled
-    assert replayed(own_model(ClippedBeforeUnscaling)).is_unscaled
+    assert sorted(named(result.unscaled.layers)) == ["head", "hidden"]
+    assert not result.unscaled.are_all
+    assert replayed(own_model(ClippedBeforeUnscaling)).unscaled.are_all
 
 
 def test_loss_that_rounds_the_targets_or_overflows_needs_the_last_layer_in_float32():
     result = replayed(own_model(TargetsInFloat16))
-    assert (result.is_finite, result.is_harmful) == (True, True)
+    assert (result.is_finite, is_harmful(result)) == (True, True)
     assert result.output_error < 0.01
     assert result.loss != pytest.approx(result.float32_loss, rel=0.1)
     overflowing = replayed(own_model(OverflowingLoss))
-    assert (overflowing.loss, overflowing.nonfinite[0].operation) == (None, "Exp")
+    assert (overflowing.loss, overflowing.operations[0].operation) == (None, "Exp")
     assert named(result.float32_layers) == named(overflowing.float32_layers) == ["head"]
 
 
@@ -246,8 +247,8 @@ def test_tensor_that_a_layer_keeps_is_that_of_the_pass():
             return super().loss_of(y, outputs) + self.layers[1].divergence
 
     result = replayed(own_model(WithDivergence, Divergence()))
-    assert not result.is_harmful
-    assert result.unscaled_layers == []
+    assert not is_harmful(result)
+    assert result.unscaled.layers == []
 
 
 def test_weights_that_float16_loses_are_found_where_they_do_harm():
@@ -265,9 +266,9 @@ def test_weights_that_float16_loses_are_found_where_they_do_harm():
     model.compile("sgd")
     model.layers[0].scale.assign([1e-9, 1e-9, 1.0, 1.0])
     result = replayed(model, data=(X * [1e4, 1e4, 1.0, 1.0], X[:, :1]))
-    (weight,) = result.lost_weights
+    (weight,) = result.batch.lost_weights
     assert (named([weight.path]), weight.zero, weight.infinite) == (["scale"], 0.5, 0.0)
-    assert named([result.error_origin.layer]) == ["whitening"]
+    assert named([error_origin(result).layer]) == ["whitening"]
 
 
 def test_batch_that_is_no_tuple_is_replayed():
@@ -284,7 +285,11 @@ def test_step_without_an_update_is_compared_forward_only():
             del gradients
 
     result = replayed(own_model(Accumulating))
-    assert (result.is_compared, result.is_forward_only, result.gradient_errors) == (True, True, [])
+    assert ((result.comparison is not None), result.is_forward_only, result.gradient_errors) == (
+        True,
+        True,
+        [],
+    )
 
 
 class Hidden(Own):

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import matplotlib.pyplot as plt
 import pytest
-from conftest import sample_from
+from conftest import make_replay, sample_from
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from rich.console import Console
@@ -21,7 +21,6 @@ from kmp.records import (
     GradientError,
     LayerError,
     NonfiniteOperation,
-    Replay,
     compact,
     to_line,
 )
@@ -75,7 +74,7 @@ COUNTERS = {
     },
     **{"overflow_origins_by_variable": {"a/kernel": 1}, "overflow_origin": "a/kernel"},
 }
-FAILED = Replay(
+FAILED = make_replay(
     *(8, 1024.0, None, 1.0, False, True),
     **{
         "usable_scale": 1024.0,
@@ -88,7 +87,7 @@ FAILED = Replay(
     ],
     **{"nonfinite_outputs": ["a"], "activation_gradients": {"a": 2.0}},
 )
-COMPARED = Replay(
+COMPARED = make_replay(
     *(8, 1024.0, 1.0, 1.0, True, True),
     **{"float32_layers": ["a"], "output_error": 0.5},
     layer_errors=[LayerError("a", 0.5, 0.4), LayerError("m", 0.5)],

@@ -13,7 +13,7 @@ import numpy as np
 from programs import PROGRAMS
 
 import kmp
-from kmp.advice.finding import ComputeInFloat32, PrepareData, SetArguments
+from kmp.advice import ComputeInFloat32, PrepareData, SetArguments
 
 
 class Outcome(NamedTuple):
@@ -33,9 +33,7 @@ class Outcome(NamedTuple):
 
 def outcome_of(name, folder):
     """Runs a program without the float32 fallback, and again with the change that is advised."""
-    source = edited(
-        source_of(name), [SetArguments("kmp.callbacks.defaults", {"float32_fallback": "False"})]
-    )
+    source = edited(source_of(name), [SetArguments("kmp.callbacks.defaults", {"repair": "False"})])
     score, run = run_program(name, folder / "original", source)
     advice = kmp.advise(run)
     edits = advice.problems[0].edits if advice.problems else ()
@@ -93,7 +91,7 @@ def edited(source, edits):
 def _without_records(source):
     """Returns a program that records nothing: its score is the same, and it takes half of the time."""
     changed, count = re.subn(
-        r"kmp\.callbacks\.defaults\([^()]*\)", "[kmp.callbacks.StuckDetector()]", source
+        r"kmp\.callbacks\.defaults\([^()]*\)", "[kmp.callbacks.Monitor(replay=False)]", source
     )
     assert count == 1
     return changed

@@ -17,8 +17,17 @@ from programs import PROGRAMS
 from running import is_cured, is_named, outcome_of, run_program
 
 import kmp
-from kmp.callbacks.float32_fallback import CURABLE
 
+# The causes of float16 that layers in float32 cure.
+CURED_BY_FLOAT32 = (
+    "backward_overflow",
+    "constant",
+    "forward_overflow",
+    "forward_underflow",
+    "loss_overflow",
+    "precision_loss",
+    "rounding",
+)
 PAGE = Path(__file__).parents[3] / "docs" / "advice.md"
 
 _COLUMNS = """
@@ -64,7 +73,7 @@ def main():
     healthy = _HEALTHY.format(
         summary=(
             f"Of {len(HEALTHY)} programs, {alarms} have a problem by kmp, and {clean} get the"
-            f" verdict that float16 does not hurt them; `Float32Fallback` touches {touched}. Two"
+            f" verdict that float16 does not hurt them; a repair touches {touched}. Two"
             " compute in another precision."
         )
     )
@@ -101,7 +110,7 @@ def _row(name, folder):
         else "none"
     )
     scores = [_score(score) for score in (outcome.score, outcome.cured_score, repaired_score)]
-    is_of_float16 = case.cause in CURABLE
+    is_of_float16 = case.cause in CURED_BY_FLOAT32
     row = Row(
         [_fault(name), title, *scores, f"{case.sound:g}"],
         has_cause=finding is not None and finding.cause == case.cause,
@@ -121,7 +130,7 @@ def _table(rows):
     summary = (
         f"Of {len(rows)} programs, kmp names the right cause for {causes} and the right place for"
         f" {places}, and the change cures {cured}. Of {of_float16} that float16 alone causes,"
-        f" `Float32Fallback` repairs {repaired} without a change.\n"
+        f" kmp repairs {repaired} without a change.\n"
     )
     print(summary)
     return summary + _COLUMNS + _lines([row.cells for row in rows])

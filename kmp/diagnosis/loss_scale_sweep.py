@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kmp.advice import thresholds
-from kmp.advice.sample_statistics import (
+from kmp.diagnosis import thresholds
+from kmp.diagnosis.sample_statistics import (
     SampleStatistics,
     counts_below,
     statistics,
@@ -128,7 +128,7 @@ def what_if(run: Run | Sequence[GradientSample]) -> WhatIf:
     curve = sweep(run, *statistics(run))
     if curve is None:
         raise ValueError(
-            "The run has no sample of finite gradients. Attach kmp.callbacks.GradientHistogram to"
+            "The run has no sample of finite gradients. Attach kmp.callbacks.defaults() to"
             " sample gradients. If every sampled step overflowed, kmp.advise(run) reports the"
             " cause."
         )
@@ -143,7 +143,7 @@ def usable_scale(run: Run) -> float:
     scales = [math.inf]
     for _, replay in run.replays:
         needs_float32 = replay.loss is not None and not replay.is_finite and replay.float32_layers
-        scales.append(0.0 if needs_float32 else replay.usable_scale or math.inf)
+        scales.append(0.0 if needs_float32 else replay.gradients.usable_scale or math.inf)
     return min(scales)
 
 

@@ -7,7 +7,7 @@ from functools import cached_property
 
 import numpy as np
 
-from kmp.advice import thresholds
+from kmp.diagnosis import thresholds
 from kmp.records import FIRST_EXPONENT, INF_BIN, ZERO_BIN, GradientSample, Run
 from kmp.utils import FLOAT16
 

@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from kmp.advice import thresholds
-from kmp.advice.loss_scale_sweep import WhatIf, sweep
-from kmp.advice.sample_statistics import counts_below, statistics, unscaled_counts, usable
+from kmp.diagnosis import soundness, thresholds
+from kmp.diagnosis.loss_scale_sweep import WhatIf, sweep
+from kmp.diagnosis.sample_statistics import counts_below, statistics, unscaled_counts, usable
 from kmp.records import LOSS_FUNCTION, Replay, Run, layer_of
 from kmp.utils import FLOAT16, path_and_parents
 
@@ -27,16 +27,31 @@ class RunMetrics:
         self.complete_run = run
         self.fallback, run = since_last_fallback(run)
         self.run = run
-        self.settings = settings = run.settings
+        self._read_settings(run.settings)
+        self._read_replays(run)
+        self._read_counts(run)
+        # The loss scale in use; NaN if it is unknown.
+        scales = [*(sample.loss_scale for sample in run.samples[-1:]), *run.series("loss_scale")[1]]
+        self.scale = float(next(filter(math.isfinite, reversed(scales)), math.nan))
+        self.samples, self._references = statistics(run)
+        self.finite_samples = usable(self.samples)
+        # Those at the newest loss scale or above: lower scales flushed elements to zero that the
+        # newest preserves.
+        newest = self.finite_samples[-1].loss_scale if self.finite_samples else 0.0
+        self.usable_samples = [each for each in self.finite_samples if each.loss_scale >= newest]
+
+    def _read_settings(self, settings: dict[str, Any]) -> None:
+        self.settings = settings
         # The call that set the loss scale: `kmp.enable` sets what no other call sets.
         self.settings_call: str = settings.get("settings_call", "kmp.enable")
         self.is_fixed: bool = settings.get("rule") == "FixedScale"
         self.min_scale: float = settings.get("min_scale", FLOAT16.smallest_normal)
-        self.dtypes = " and ".join(settings.get("compute_dtypes", ["an unknown dtype"]))
-        self.is_float16: bool = FLOAT16.name in settings.get(
-            "compute_dtypes", [FLOAT16.name]
-        )  # true if it is unknown
+        dtypes = settings.get("compute_dtypes")
+        self.dtypes = " and ".join(dtypes or ["an unknown dtype"])
+        self.is_float16: bool = dtypes is None or FLOAT16.name in dtypes
         self.layers: dict[str, str] = settings.get("layers", {})  # the classes, by path
+
+    def _read_replays(self, run: Run) -> None:
         self.replays = [replay for _, replay in run.replays]
         self.comparisons = run.comparisons
         self.last_comparison = self.comparisons[-1][1] if self.comparisons else None
@@ -48,28 +63,16 @@ class RunMetrics:
         self.backward_replay = self._last_replay(
             lambda replay: not replay.is_finite and replay.loss is not None
         )
+
+    def _read_counts(self, run: Run) -> None:
         self.last_step = max((row["step"] for row in self.complete_run.rows), default=0)
         self.skipped_steps: int | None = self.complete_run.last("overflow_count")
         self.steps = self.last_step - (self.fallback["step"] if self.fallback else 0)
-        self.overflows = int(run.last("overflow_count") or 0)  # of `steps`, those that were skipped
-        self.nonfinite_losses = int(
-            run.last("nonfinite_loss_count") or 0
-        )  # of these, with a non-finite loss
+        # Of `steps`, those that were skipped; of these, those with a non-finite loss.
+        self.overflows = int(run.last("overflow_count") or 0)
+        self.nonfinite_losses = int(run.last("nonfinite_loss_count") or 0)
         self.gradient_overflows = self.overflows - self.nonfinite_losses
         self.consecutive_overflows = int(run.last("overflows_in_a_row") or 0)
-        # The loss scale in use; NaN if it is unknown.
-        scales = [*(sample.loss_scale for sample in run.samples[-1:]), *run.series("loss_scale")[1]]
-        self.scale = float(
-            next((scale for scale in reversed(scales) if math.isfinite(scale)), math.nan)
-        )
-        self.samples, self._references = statistics(run)
-        self.finite_samples = usable(self.samples)
-        # Those at the newest loss scale or above: lower scales flushed elements to zero that the
-        # newest preserves.
-        newest = self.finite_samples[-1].loss_scale if self.finite_samples else 0.0
-        self.usable_samples = [
-            sample for sample in self.finite_samples if sample.loss_scale >= newest
-        ]
 
     def layer_of(self, variable: str) -> str:
         """Returns the path of the layer with this variable that a program creates: an RNN, not its cell."""
@@ -110,7 +113,9 @@ class RunMetrics:
     def largest_gradient_error(self) -> float | None:
         """The largest error of gradients in all comparisons, of layers that had not converged; `None` without one."""
         errors = [each for _, replay in self.comparisons for each in replay.gradient_errors]
-        return max((each.error for each in errors if not each.has_converged), default=None)
+        return max(
+            (each.error for each in errors if not soundness.has_converged(each)), default=None
+        )
 
     @property
     def is_compared_late(self) -> bool:
@@ -128,11 +133,7 @@ class RunMetrics:
     @cached_property
     def with_harmful_gradients(self) -> list[Replay]:
         """The comparisons with a harmful error of gradients."""
-        return [
-            replay
-            for _, replay in self.comparisons
-            if any(each.is_harmful for each in replay.gradient_errors)
-        ]
+        return [replay for _, replay in self.comparisons if soundness.harmful_gradients(replay)]
 
     @property
     def needs_float32_layers(self) -> bool:
@@ -235,9 +236,11 @@ class RunMetrics:
         replay, samples = self.clean_replay, self.finite_samples
         if replay is None or not samples:
             return {}
-        shares = {} if replay.loss_scale < self.scale else replay.flushed
+        shares = {} if replay.loss_scale < self.scale else replay.gradients.flushed
         return {
-            name: shares.get(name, 0.0) for name in samples[-1].names if name not in replay.zero
+            name: shares.get(name, 0.0)
+            for name in samples[-1].names
+            if name not in replay.gradients.zero
         }
 
     @cached_property
@@ -255,7 +258,7 @@ class RunMetrics:
     @cached_property
     def unexplained_zero_variables(self) -> list[str]:
         """The `all_zero_variables` that the last clean replay did not show to be zero in float32 too."""
-        explained = set(self.clean_replay.zero) if self.clean_replay else set()
+        explained = set(self.clean_replay.gradients.zero) if self.clean_replay else set()
         return [name for name in self.all_zero_variables if name not in explained]
 
     @cached_property

@@ -1,0 +1,129 @@
+"""Sentences about a forward pass or a loss that is not finite."""
+
+from kmp.advice.sentences import Text, text_of
+from kmp.advice.wording import capitalized, failed_steps, replayed_with_change
+from kmp.diagnosis import RunMetrics
+from kmp.diagnosis.forward_causes import (
+    LOGARITHMS,
+    HiddenNonfinite,
+    LossInFloat16,
+    NonfiniteForward,
+    NonfiniteInFloat32,
+    NonfiniteLossFunction,
+    UnexplainedLoss,
+    is_cast_of_constant,
+)
+from kmp.records import LOSS_FUNCTION
+
+
+@text_of.register
+def _(cause: NonfiniteForward, run: RunMetrics) -> Text:
+    found, replay = cause.operation, cause.replay
+    in_float32, proof = "all outputs are finite", "the outputs for the batch are finite"
+    if not replay.is_forward_only:
+        in_float32 = f"the loss is {replay.float32_loss:.4g}"
+        proof = "the same batch has a finite loss and gradients"
+    return Text(
+        _title(cause, run),
+        f"{failed_steps(run)}; replayed, {found.operation} in {run.describe(found.layer)} is the"
+        f" first to return {found.value}, for {_operand(cause)}; in float32 {in_float32}",
+        replayed_with_change(replay, proof),
+    )
+
+
+def _title(cause: NonfiniteForward, run: RunMetrics) -> str:
+    found = cause.operation
+    where = run.describe(found.layer)
+    if cause.is_division:
+        reason = "in float16 the divisor is 0"
+        if cause.constant is not None:
+            reason = f"float16 rounds the constant {cause.constant:g} to 0"
+        return f"{capitalized(where)} divides by 0: {reason}."
+    if cause.name == "constant":
+        constant = "A constant" if cause.constant is None else f"The constant {cause.constant:g}"
+        return f"{constant} in {where} is infinite in float16, whose maximum is 65504."
+    if cause.name == "rounding":
+        function = "logarithm" if found.operation in LOGARITHMS else "root"
+        return f"{capitalized(where)} takes the {function} of a number that float16 makes negative."
+    if cause.name == "forward_underflow":
+        return f"{capitalized(where)} takes the logarithm of a number that is 0 in float16."
+    if cause.name == "forward_overflow":
+        return f"The output of {where} overflows float16's maximum of 65504."
+    loss = "The loss" if found.layer == LOSS_FUNCTION else f"The loss that {where} adds"
+    return f"{loss} overflows float16's maximum of 65504."
+
+
+def _operand(cause: NonfiniteForward) -> str:
+    if cause.is_division or cause.name == "forward_underflow":
+        return "0"
+    if cause.name == "constant":
+        is_cast = is_cast_of_constant(cause.operation)
+        return f"{cause.constant:g}" if is_cast else "a scalar that is infinite"
+    if cause.name == "rounding":
+        return "a negative number"
+    return f"numbers up to {cause.operation.largest_input:.5g}"
+
+
+@text_of.register
+def _(cause: HiddenNonfinite, run: RunMetrics) -> Text:
+    text = text_of(cause.eager, run)
+    compiled = "The compiled model is finite; run operation by operation, it is not."
+    return text._replace(title=f"{text.title} {compiled}")
+
+
+@text_of.register
+def _(cause: NonfiniteInFloat32, run: RunMetrics) -> Text:
+    if cause.variables:
+        return Text(
+            f"{cause.variables[0]} contains NaN or Inf, so every loss is NaN.",
+            f"{failed_steps(run)}; {len(cause.variables)} variables contain NaN or Inf",
+            "an update made them so; train again from weights that are finite",
+        )
+    found, first = cause.operation, ""
+    if found:
+        first = f": {found.operation} in {run.describe(found.layer)}"
+        first += f" is the first to return {found.value}"
+    return Text(
+        "The loss is NaN or Inf in float32 too.",
+        f"{failed_steps(run)}; replayed in float32 it is not finite either{first}",
+        "not a matter of precision: look at that operation, and at what the batch contains",
+    )
+
+
+@text_of.register
+def _(cause: LossInFloat16, run: RunMetrics) -> Text:
+    return Text(
+        "The loss is computed in float16, whose maximum is 65504.",
+        f"{failed_steps(run)}, and it is a float16 tensor",
+        "or cast the outputs to float32 before the loss is computed; not tried, because no replay"
+        " has this loss",
+    )
+
+
+@text_of.register
+def _(cause: NonfiniteLossFunction, run: RunMetrics) -> Text:
+    return Text(
+        "The loss function returns NaN or Inf for finite outputs.",
+        f"{failed_steps(run)}; replayed, the outputs of the model are finite",
+        "compute the loss in float32, and clip the argument of a log",
+    )
+
+
+@text_of.register
+def _(cause: UnexplainedLoss, run: RunMetrics) -> Text:
+    pattern = "that is most steps"
+    if run.ends_nonfinite:
+        pattern = f"among them the last {run.consecutive_overflows}"
+    elif run.nonfinite_losses < run.steps / 2:
+        pattern = "most losses are finite"
+    note = "no replay shows where: train in float32, to know whether float16 is the cause"
+    if not run.replays:
+        note = (
+            "kmp.callbacks.defaults() replays such a batch, and names the first layer that is not"
+            " finite"
+        )
+    return Text(
+        "The loss is NaN or Inf before scaling, so no loss scale helps.",
+        f"{failed_steps(run)}; {pattern}",
+        note,
+    )

@@ -1,0 +1,188 @@
+"""Sentences about what float16 changes in finite passes."""
+
+from kmp.advice.sentences import Text, text_of
+from kmp.advice.wording import of_a_batch, percent, replayed_with_change
+from kmp.diagnosis import RunMetrics, name_of, soundness, thresholds
+from kmp.diagnosis.precision_causes import (
+    Repaired,
+    StaleState,
+    UnscaledLoss,
+    WrongGradients,
+    WrongOutputs,
+)
+from kmp.records import LOSS_FUNCTION, LayerError, Replay
+
+
+@text_of.register
+def _(cause: UnscaledLoss, run: RunMetrics) -> Text:
+    title, note = _text_of_custom_step(cause, run)
+    if run.settings.get("train_step") == "keras":  # which scales its loss
+        title, note = _text_of_keras_step(cause, run)
+    return Text(
+        title,
+        f"{of_a_batch(cause.replay)}, in float32, the gradients at two loss scales differ by"
+        " another factor than the scales; the optimizer divides all of them by the scale",
+        note,
+    )
+
+
+def _text_of_keras_step(cause: UnscaledLoss, run: RunMetrics) -> tuple[str, str]:
+    what = f"The gradients of {_named(cause, run)} do"
+    where = "between the loss and their outputs"
+    if cause.origin:
+        what, where = f"The backward pass of {run.describe(cause.origin)} does", "in it"
+    return (
+        f"{what} not grow with the loss scale: a gradient function {where} clips, normalizes or"
+        " adds.",
+        "clip in the optimizer, with its clipnorm or clipvalue: it gets gradients without the loss"
+        " scale",
+    )
+
+
+def _text_of_custom_step(cause: UnscaledLoss, run: RunMetrics) -> tuple[str, str]:
+    note = "add up all losses, and pass the sum to self.optimizer.scale_loss"
+    unscaled = cause.replay.unscaled
+    if unscaled is None or not unscaled.are_all:
+        return (
+            "A part of the loss is not multiplied by the loss scale: the gradients of"
+            f" {_named(cause, run)} do not grow with it.",
+            note,
+        )
+    return (  # though `scale_loss` was called
+        "Hardly anything of the gradients grows with the loss scale: most of the loss is not"
+        " scaled, or the training step clips or normalizes scaled gradients.",
+        f"{note}; clip what self.optimizer.unscale(gradients) returns, then pass that to"
+        " self.optimizer.apply",
+    )
+
+
+def _named(cause: UnscaledLoss, run: RunMetrics) -> str:
+    return ", ".join(map(run.describe, dict.fromkeys(cause.layers[:3])))
+
+
+@text_of.register
+def _(cause: WrongOutputs, run: RunMetrics) -> Text:
+    replay, origin = cause.replay, cause.origin
+    where = run.describe(cause.location)
+    if origin is None:
+        title = (
+            "The outputs of the model are not those of float32: float16 has too few bits for an"
+            f" operation outside of its layers, after {where}."
+        )
+        detail = "; no layer adds to this"
+    else:
+        reason, seen = _reason(replay, origin)
+        title = f"The outputs of {where} are not those of float32: {reason}."
+        share = percent(origin.new_error or 0.0)
+        detail = f"; in {where} alone, given float32 inputs, by {share}{seen}"
+    agree = "the outputs and gradients for the batch agree"
+    if replay.is_forward_only:
+        agree = "the outputs for the batch agree"
+    return Text(
+        title,
+        f"{of_a_batch(replay)} the outputs of the model differ from float32 by"
+        f" {percent(replay.output_error or 0.0)} of how they vary{detail}",
+        replayed_with_change(replay, agree),
+    )
+
+
+def _reason(replay: Replay, origin: LayerError) -> tuple[str, str]:
+    """Returns why the outputs of a layer differ, and what of the measurement shows it."""
+    lost = _reason_in_weights(replay, origin.layer)
+    if lost:
+        return lost
+    operations = soundness.forward_operations(replay)
+    found = next((each for each in operations if _is_inside(each.layer, origin)), None)
+    if found is not None:
+        operands = f"numbers up to {found.largest_input:.5g}"
+        shown = f"; {found.operation} in it returns {found.value} for {operands}"
+        return "it overflows inside", shown
+    of_inputs = origin.input_error or 0.0
+    if of_inputs > thresholds.MAIN_PART * (origin.new_error or 0.0):
+        shown = f"; in float32 on rounded inputs by {percent(of_inputs)}"
+        return "float16 rounds its inputs too much", shown
+    underflows = replay.overflow.underflows if replay.overflow else {}
+    inside = [share for layer, share in underflows.items() if _is_inside(layer, origin)]
+    underflow = max(inside, default=0.0)
+    if underflow > thresholds.MAIN_PART:
+        results = "what an operation in it, or a cast, returns"
+        return "it underflows", f"; float16 rounds {underflow:.0%} of {results} to 0"
+    return "float16 has too few bits for what it computes", "; nothing in it is NaN or Inf"
+
+
+def _reason_in_weights(replay: Replay, layer: str) -> tuple[str, str] | None:
+    weights = soundness.lost_weights_of(replay, layer)
+    if not weights:
+        return None
+    worst = max(weights, key=lambda each: max(each.zero, each.infinite))
+    share, value = max((worst.zero, "0"), (worst.infinite, "infinite"))
+    if share <= thresholds.MANY_LOST_VALUES:
+        return None
+    reason = f"its weight {name_of(worst.path)!r} is {value} in float16"
+    return reason, f"; that is {share:.0%} of {worst.path}"
+
+
+def _is_inside(layer: str, origin: LayerError) -> bool:
+    return f"{layer}/".startswith(f"{origin.layer}/")
+
+
+@text_of.register
+def _(cause: StaleState, run: RunMetrics) -> Text:
+    error = cause.error
+    note = replayed_with_change(cause.replay, "the updates for the batch agree")
+    return Text(
+        f"The state {name_of(error.path)!r} of {run.describe(cause.location)} stays behind: float16"
+        " has too few bits for its updates.",
+        f"{of_a_batch(cause.replay)} what a step adds to {error.path} differs from float32 by"
+        f" {percent(error.error)}; for another batch it would differ by {percent(error.noise)}",
+        f"{note}; or create the weight in float32, with autocast=False",
+    )
+
+
+@text_of.register
+def _(cause: WrongGradients, run: RunMetrics) -> Text:
+    replay, error = cause.replay, cause.error
+    where = run.describe(cause.layer)
+    title = f"The gradients of {where} are not those of float32."
+    evidence = f"{of_a_batch(replay)} they differ"
+    if cause.is_of_loss:
+        title = _title_of_loss(cause, run)
+        evidence = (
+            f"{of_a_batch(replay)} the loss is {replay.loss:.4g}, in float32"
+            f" {replay.float32_loss:.4g}, and the outputs differ by"
+            f" {percent(replay.output_error or 0.0)}; the gradients of {where} differ"
+        )
+    kept = percent(max(0.0, error.kept))
+    noise = ""
+    if error.noise is not None:
+        noise = f"; the sampling noise is {percent(error.noise)}"
+    return Text(
+        title,
+        f"{evidence} by {percent(error.error)} of their norm, and keep {kept} of it{noise}",
+        replayed_with_change(replay, "the gradients for the batch agree"),
+    )
+
+
+def _title_of_loss(cause: WrongGradients, run: RunMetrics) -> str:
+    found = soundness.overflow_inside(cause.replay)
+    if found is None:
+        return (
+            "The loss is not that of float32, though the outputs are: float16 has too few bits for"
+            " what it computes."
+        )
+    added = "" if found.layer == LOSS_FUNCTION else f" that {run.describe(found.layer)} adds"
+    returned = f"{found.operation} in it returns {found.value} in float16"
+    return f"The loss{added} is not that of float32: {returned}."
+
+
+@text_of.register
+def _(cause: Repaired, run: RunMetrics) -> Text:
+    model = run.settings.get("model")
+    names = [f"model {path!r}" if path == model else run.describe(path) for path in cause.layers]
+    computes = "computes" if len(names) == 1 else "compute"
+    return Text(
+        f"Since step {cause.record['step']}, {', '.join(names)} {computes} in float32, and the"
+        " training continued.",
+        cause.record.get("fallback_reason", ""),
+        "with this change the run needs no fallback",
+    )

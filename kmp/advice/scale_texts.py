@@ -1,0 +1,137 @@
+"""Sentences about overflows of the backward pass, and the settings of the loss scale."""
+
+import math
+from operator import itemgetter
+
+from kmp.advice.sentences import Text, text_of
+from kmp.advice.wording import counted, of_steps, replayed_with_change, skipped_with_finite_loss
+from kmp.diagnosis import RunMetrics
+from kmp.diagnosis.edits import power
+from kmp.diagnosis.scale_causes import (
+    BackwardOverflow,
+    FixedScaleTooLarge,
+    GrowthTooFast,
+    HysteresisTooLarge,
+    InitialScaleTooLarge,
+    MinScaleTooLarge,
+    NonfiniteGradients,
+)
+from kmp.utils import as_power
+
+
+@text_of.register
+def _(cause: NonfiniteGradients, run: RunMetrics) -> Text:
+    found = cause.operation
+    where, operation = f"gradients near {cause.origin or 'the loss'}", ""
+    if found:
+        where = f"backward pass of {run.describe(found.layer)}"
+        operation = f": {found.operation} is the first to return {found.value}"
+    return Text(
+        f"NaN or Inf in the {where}, in float32 too.",
+        f"{skipped_with_finite_loss(run)}; replayed in float32, the gradients are not finite"
+        f" either{operation}",
+        "not a matter of precision: look at that operation; a root or a norm, say, has an infinite"
+        " slope at 0",
+    )
+
+
+@text_of.register
+def _(cause: BackwardOverflow, run: RunMetrics) -> Text:
+    scales = "every loss scale"
+    if not cause.is_any_scale:
+        scales = f"loss scales above {as_power(run.scale)}"
+    title = f"Gradients near {cause.origin} overflow at {scales}."
+    if cause.is_in_layer:
+        title = (
+            f"The backward pass of {run.describe(cause.location)} overflows float16 at {scales}."
+        )
+    return Text(title, _evidence(cause, run), _note(cause))
+
+
+def _evidence(cause: BackwardOverflow, run: RunMetrics) -> str:
+    parts = [
+        f"{skipped_with_finite_loss(run)}, down to a loss scale of {as_power(run.scale)}",
+        f"{cause.origin} was the overflow origin in {cause.origin_share:.0%} of them",
+    ]
+    gradients = cause.replay.gradients.of_activations if cause.replay else {}
+    if gradients:
+        layer, magnitude = max(gradients.items(), key=itemgetter(1))
+        parts.append(
+            f"replayed in float32, the gradient of the output of {layer} reaches {magnitude:.3g}"
+            " without scaling"
+        )
+    zero = run.all_zero_variables
+    if zero:
+        parts.append(
+            f"at this scale the gradients of {len(zero)} variables are zero, such as {zero[-1]}"
+        )
+    return "; ".join(parts)
+
+
+def _note(cause: BackwardOverflow) -> str:
+    if cause.replay is None:
+        return (
+            f"no batch was replayed: layers between {cause.origin} and the loss, or the loss, may"
+            " need float32"
+        )
+    if (cause.replay.gradients.usable_scale or 1.0) < 1.0:
+        return (
+            "or a smaller loss: a mean in place of a sum, a smaller loss weight, or targets in"
+            " other units"
+        )
+    return replayed_with_change(cause.replay, "the gradients for the batch are finite")
+
+
+@text_of.register
+def _(cause: FixedScaleTooLarge, run: RunMetrics) -> Text:
+    origin = ""
+    if cause.origin:
+        share = f"{cause.origin_share:.0%}"
+        origin = f"; {cause.origin} was the overflow origin in {share} of them"
+    return Text(
+        f"The fixed loss scale of {as_power(run.scale)} is too large.",
+        f"{of_steps(run, run.gradient_overflows)} overflowed in the backward pass with a finite"
+        f" loss{origin}",
+        "" if cause.highest is None else f"or loss_scale={power(cause.highest)}",
+    )
+
+
+@text_of.register
+def _(cause: MinScaleTooLarge, run: RunMetrics) -> Text:
+    return Text(
+        f"The minimum loss scale of {as_power(run.min_scale)} is too large.",
+        f"{of_steps(run, run.gradient_overflows)} overflowed in the backward pass with a finite"
+        f" loss; replayed, the gradients are finite at a loss scale of {as_power(cause.suitable)}",
+    )
+
+
+@text_of.register
+def _(cause: HysteresisTooLarge, run: RunMetrics) -> Text:
+    return Text(
+        "`hysteresis` is too large: the loss scale overflows, and does not back off.",
+        f"the last {run.consecutive_overflows} steps were skipped with a finite loss; the scale"
+        f" backs off after {cause.hysteresis} in a row",
+    )
+
+
+@text_of.register
+def _(cause: InitialScaleTooLarge, run: RunMetrics) -> Text:
+    return Text(
+        f"The initial loss scale of {as_power(cause.initial)} is too large.",
+        f"{cause.skipped} of the first {cause.first_steps} steps were skipped before the scale had"
+        f" dropped to {as_power(cause.stable)}",
+    )
+
+
+@text_of.register
+def _(cause: GrowthTooFast, run: RunMetrics) -> Text:
+    what = "The loss scale grows too fast, or backs off too slowly"
+    if cause.arguments == ["growth_interval"]:
+        what = "`growth_interval` is too small"
+    skipped = counted(math.ceil(cause.steps_to_undo), "skipped step")
+    return Text(
+        f"{what}: the scale overflows again and again.",
+        f"{of_steps(run, cause.overflows)} overflowed after the scale had stabilized, with growth"
+        f" by {cause.growth_factor:g} every {cause.growth_interval} steps; it takes {skipped} to"
+        " undo one",
+    )

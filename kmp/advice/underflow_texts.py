@@ -1,0 +1,104 @@
+"""Sentences about what float16 flushes to zero."""
+
+import math
+
+from kmp.advice.sentences import Text, text_of
+from kmp.advice.wording import first_few
+from kmp.diagnosis import INFO, RunMetrics, name_of
+from kmp.diagnosis.underflow_causes import (
+    DeadVariables,
+    FlushedBranch,
+    ScaleTooSmall,
+    UnusedVariables,
+    WideRange,
+)
+from kmp.utils import as_power
+
+_NO_HEADROOM = "a larger loss scale would overflow, and no change was replayed: try"
+
+
+@text_of.register
+def _(cause: FlushedBranch, run: RunMetrics) -> Text:
+    shown = ", ".join(repr(name_of(layer)) for layer in cause.layers[:5])
+    alternative = "or" if cause.has_headroom else _NO_HEADROOM
+    return Text(
+        f"The gradients of {shown} are mostly zero in float16, while those of other layers are not.",
+        f"replayed at the loss scale {as_power(cause.loss_scale)}, {cause.flushed} variables have"
+        " gradients of which float16 flushes more than half to zero and float32 none;"
+        f" {cause.alive} variables lose less than 5 %",
+        f"{alternative} a larger loss weight, if these layers belong to one of several outputs",
+    )
+
+
+@text_of.register
+def _(cause: ScaleTooSmall, run: RunMetrics) -> Text:
+    effect = "is too small: gradients are lost to underflow"
+    if cause.severity == INFO:
+        effect = "is low: a larger one would keep more bits of small gradients"
+    return Text(f"The loss scale of {as_power(run.scale)} {effect}.", _evidence(cause, run))
+
+
+def _evidence(cause: ScaleTooSmall, run: RunMetrics) -> str:
+    parts = []
+    if cause.are_many_subnormal:
+        headroom = ""
+        if math.isfinite(run.headroom):
+            headroom = f", with {run.headroom:.0f} bits of headroom before overflow"
+        parts.append(f"{_subnormal(run)}{headroom}")
+    if cause.are_many_flushed:
+        parts.append(
+            f"replayed, {cause.flushed_share:.1%} of the elements of a gradient are zero in float16"
+            " but not in float32"
+        )
+    if run.underflow_origins:
+        path, count = max(run.underflow_origins.items(), key=lambda item: item[1])
+        samples = len(run.finite_samples)
+        parts.append(f"the underflow origin is {path} in {count} of {samples} samples")
+    if cause.severity == INFO:
+        error = run.largest_gradient_error
+        parts.append(
+            f"compared with float32, the gradients of a layer differ by at most {error:.1%}"
+        )
+    return "; ".join(parts)
+
+
+@text_of.register
+def _(cause: WideRange, run: RunMetrics) -> Text:
+    return Text(
+        f"The gradients of {cause.largest} keep the loss scale too low for the others.",
+        f"{_subnormal(run)}, {as_power(run.scale)}, with {max(run.headroom, 0.0):.0f} bits of"
+        f" headroom before overflow; {cause.largest} has the largest gradients, and"
+        f" {cause.smallest} underflows most",
+        f"{_NO_HEADROOM} a smaller loss weight for that part, or float32 for"
+        f" {run.layer_of(cause.largest)}",
+    )
+
+
+def _subnormal(run: RunMetrics) -> str:
+    share = f"{run.subnormal_share:.1%} of the nonzero sampled gradient elements"
+    return f"{share} are subnormal in float16 at the loss scale in use"
+
+
+@text_of.register
+def _(cause: DeadVariables, run: RunMetrics) -> Text:
+    count = len(cause.variables)
+    variables = f"{count} variables have gradients that are"
+    if count == 1:
+        variables = "1 variable has a gradient that is"
+    return Text(
+        f"The gradient of {first_few(cause.variables)} is zero, in float32 too.",
+        f"{variables} all zero in {cause.samples} samples, and for {cause.examples} examples in"
+        " float32",
+        "not underflow: units that are never active, or weights whose effect on the loss cancels"
+        " out",
+    )
+
+
+@text_of.register
+def _(cause: UnusedVariables, run: RunMetrics) -> Text:
+    variables = "this variable" if len(cause.variables) == 1 else "these variables"
+    return Text(
+        f"The loss does not depend on {first_few(cause.variables)}.",
+        f"no sample has a gradient of {variables}",
+        "not underflow: layers that are not used, or an output without a loss",
+    )

@@ -1,0 +1,170 @@
+"""What the records of a run leave unknown, and what shows it.
+
+Without any, they exclude each cause of a finding. A NaN or Inf in a loss always has a finding, and
+so has a loss that is not scaled.
+"""
+
+import math
+from collections.abc import Iterator
+
+from kmp.advice.wording import counted
+from kmp.diagnosis import RunMetrics, soundness, thresholds
+from kmp.records import Replay
+from kmp.utils import DTYPES_16_BIT, FLOAT16
+
+_FLOAT32_TRAINING = "a training in float32 to compare with"
+
+
+def unknowns(run: RunMetrics) -> Iterator[str]:
+    """Yields what the records of a run leave unknown, each as a sentence."""
+    yield from _not_compared(run)
+    yield from _states_in_float16(run)
+    yield from _overflows(run)
+    yield from _samples(run)
+    yield from _zeros(run)
+    yield from _updates(run)
+
+
+def doubt(unknown: str, remedy: str) -> str:
+    """Returns a sentence: what was not measured, and what would measure it."""
+    return f"Not measured: {unknown}; to find out: {remedy}."
+
+
+def lost_norm(run: RunMetrics) -> float:
+    """Returns an upper bound of the norm of the elements that are too small.
+
+    Relative to the norm of all gradients.
+    """
+    sample = run.finite_samples[-1]
+    elements = run.underflow_share * sample.histogram.total
+    lost = math.sqrt(elements) * 2.0**FLOAT16.flush_exponent
+    return lost / run.scale / sample.largest if sample.largest else math.inf
+
+
+def _not_compared(run: RunMetrics) -> Iterator[str]:
+    """Yields what of outputs and gradients was not compared with float32."""
+    comparisons = [replay for _, replay in run.comparisons]
+    harmful = [step for step, replay in run.comparisons if _has_harmful_errors(replay)]
+    if harmful:
+        errors = f"the errors of outputs or gradients at step {harmful[-1]}"
+        yield doubt(f"what {errors} did to the training", _FLOAT32_TRAINING)
+    elif len(comparisons) < thresholds.FEW_COMPARISONS or not run.is_compared_late:
+        why, remedy = _why_not(run)
+        what = "how far outputs and gradients are from those in float32"
+        yield doubt(f"{what}, because {_compared_batches(run)} compared{why}", remedy)
+    elif any(replay.is_forward_only for replay in comparisons):
+        yield doubt(
+            "how far gradients are from those in float32, because only the forward pass could be"
+            " replayed",
+            _FLOAT32_TRAINING,
+        )
+    elif any(replay.comparison and replay.comparison.states is None for replay in comparisons):
+        yield doubt(
+            "what the updates of states lose that are not trainable, such as moving averages,"
+            " because the replayed batch could not be halved or the replay took too long",
+            _FLOAT32_TRAINING,
+        )
+
+
+def _has_harmful_errors(replay: Replay) -> bool:
+    output_error = replay.output_error or 0.0
+    return soundness.is_harmful(replay) or output_error > thresholds.HARMFUL_OUTPUT_ERROR
+
+
+def _compared_batches(run: RunMetrics) -> str:
+    if not run.comparisons:
+        return "no batches of the run were"
+    if len(run.comparisons) < thresholds.FEW_COMPARISONS:
+        return "only 1 batch of the run was"
+    return "no batch of its second half was"
+
+
+def _why_not(run: RunMetrics) -> tuple[str, str]:
+    """Returns why batches were not compared, in parentheses, and what would compare them."""
+    error, replicas = run.run.last("replay_error"), run.settings.get("replicas", 1)
+    if error:
+        return f" (the replay of a batch failed with {error})", _FLOAT32_TRAINING
+    if replicas > 1:
+        return f" ({replicas} replicas)", "a run on one replica"
+    if not run.replays:
+        remedy = (
+            "replay=True in kmp.callbacks.defaults(), and in a custom training loop"
+            " kmp.guard(optimizer, model) around the forward pass"
+        )
+        return "", f"{remedy}; or {_FLOAT32_TRAINING}"
+    if not any(replay.is_finite for replay in run.replays):
+        return " (the replayed ones were not finite)", _FLOAT32_TRAINING
+    if not run.comparisons:
+        reason = " (the forward pass draws random numbers that differ by pass)"
+        return reason, _FLOAT32_TRAINING
+    return "", _FLOAT32_TRAINING
+
+
+def _states_in_float16(run: RunMetrics) -> Iterator[str]:
+    count = max((replay.batch.float16_states for replay in run.replays), default=0)
+    if count:
+        lose = "loses" if count == 1 else "lose"
+        yield doubt(
+            f"what {counted(count, 'variable')} in float16 {lose} that the training step assigns"
+            " beside the weights, such as a moving average",
+            "the same run with float32 in place of float16 there",
+        )
+
+
+def _overflows(run: RunMetrics) -> Iterator[str]:
+    """Yields whether it is known how many steps overflow, and why."""
+    if run.complete_run.last("overflow_count") is None:
+        remedy = "kmp.callbacks.defaults(), which counts them"
+        yield doubt("how many steps were skipped", remedy)
+    are_later = run.overflows != run.startup_overflows[0]
+    if are_later and run.overflows > thresholds.MANY_SKIPPED * run.steps:
+        remedy = "a longer run, because a dynamic scale settles after its first steps"
+        yield doubt("why steps overflow", remedy)
+
+
+def _samples(run: RunMetrics) -> Iterator[str]:
+    few, samples = thresholds.FEW_SAMPLES, run.finite_samples
+    last = max(sample.step for sample in samples)
+    if len(samples) < few or 2 * last < run.last_step:
+        yield doubt(
+            f"the gradients of the whole run, from fewer than {few} samples or none of its second"
+            " half",
+            "a smaller every_n_steps in kmp.callbacks.defaults()",
+        )
+
+
+def _zeros(run: RunMetrics) -> Iterator[str]:
+    """Yields what is not known of zeros in the samples, and of what a replay shows as flushed."""
+    if _has_doubtful_zeros(run):
+        variables, including = run.unexplained_zero_variables, ""
+        if variables:
+            several = f"{len(variables)} variables"
+            including = f", including all of {variables[0] if len(variables) == 1 else several}"
+        yield doubt(
+            "whether float16 flushed the gradient elements that are exactly zero,"
+            f" {run.zero_share:.1%}{including}",
+            f"a replay, or fewer zeros with {run.settings_call}(initial_scale=2.0**24)",
+        )
+    if run.flushed_layers:
+        yield doubt(
+            "what the layers lose whose gradients are mostly zero in float16, but not in float32",
+            _FLOAT32_TRAINING,
+        )
+
+
+def _has_doubtful_zeros(run: RunMetrics) -> bool:
+    if run.curve is not None and run.curve.is_measured:
+        return lost_norm(run) > thresholds.MUCH_LOST
+    return run.zero_share > thresholds.MANY_ZEROS or bool(run.all_zero_variables)
+
+
+def _updates(run: RunMetrics) -> Iterator[str]:
+    """Yields what is not known of updates: that weights in 16 bits lose, or that are too large."""
+    if run.update_ratio[1]:
+        return
+    if not set(DTYPES_16_BIT).isdisjoint(run.settings.get("variable_dtypes", [])):
+        remedy = "kmp.callbacks.defaults(), which measures updates"
+        yield doubt("whether updates change weights in float16", remedy)
+    if not math.isfinite(run.losses[-1]):
+        remedy = "kmp.callbacks.defaults(), which records losses and updates"
+        yield doubt("whether training diverges", remedy)

@@ -1,0 +1,255 @@
+"""Reads the optimizer of a training, and writes the records."""
+
+import math
+from collections.abc import Collection
+from dataclasses import replace
+from typing import Any
+
+import keras
+from filelock import FileLock
+
+from kmp.callbacks.log_writer import LogWriter
+from kmp.callbacks.sample_schedule import SampleSchedule
+from kmp.callbacks.training_records import (
+    GRADIENTS,
+    LOSS_SCALE,
+    OVERFLOWS,
+    Logs,
+    Record,
+    header,
+    metrics_record,
+    record_of,
+    record_size,
+)
+from kmp.gradients import NEVER, paths_of
+from kmp.optimizer import LossScaleOptimizer
+from kmp.records import GradientSample, Run, Snapshot
+from kmp.utils import matching_indices, user_messages
+
+BUDGET = 4_000_000  # bytes of records, in memory or on disk, after which the interval doubles
+_MOST_DOUBLINGS = 40
+
+
+class Recorder:
+    """The records of one training.
+
+    Args:
+        owner: The callback. Its settings `recorded`, `log_dir`, `every_n_steps` and `variables`
+            apply, and its `run` gets the records.
+        model: The model in training.
+        optimizer: The optimizer to read.
+
+    Attributes:
+        previous: The last snapshot.
+        logged: What is added to Keras' `logs`.
+        has_trained: Whether the training has had a batch.
+        batches_left: The batches until the next read is due; each counts as one step.
+    """
+
+    def __init__(self, owner: Any, model: keras.Model, optimizer: LossScaleOptimizer) -> None:
+        self._owner, self._model, self._optimizer = owner, model, optimizer
+        self.recorded: Collection[str] = owner.recorded
+        self.run: Run = owner.run
+        self.sampling: SampleSchedule | None = None
+        if GRADIENTS in self.recorded:
+            selects_all = owner.variables is None
+            self.sampling = SampleSchedule(owner, optimizer, self.selected_variables, selects_all)
+        self._writer: LogWriter | None = None
+        self._lock: FileLock | None = None
+        self.has_trained = False
+        self.previous: Snapshot
+
+    @property
+    def _is_chief(self) -> bool:
+        """Whether this process writes the files, of several workers."""
+        return self._model.distribute_strategy.extended.should_checkpoint
+
+    def prepare(self) -> bool:
+        """Prepares files and the training step. Returns whether it must be traced again."""
+        if self._owner.log_dir and self._is_chief:
+            self._lock = LogWriter.check(self._owner.log_dir)
+        is_new = False
+        if self.sampling:
+            self.selected_variables()  # raises for a bad pattern before anything is prepared
+            is_new = self.sampling.prepare()
+        self.run.header = header(self._model, self._optimizer)
+        return is_new
+
+    def start(self) -> None:
+        """Begins at the step of the optimizer."""
+        snapshot = self._optimizer.snapshot()
+        # The first record has all counts by variable.
+        self.previous = replace(
+            snapshot, loss_dtype=None, overflows_by_variable={}, overflow_origins_by_variable={}
+        )
+        self.first_step = snapshot.step
+        self._is_open = False
+        # The bytes of records and TensorBoard's histograms, in memory or on disk.
+        self._size = sum(map(record_size, self._rows_before()))
+        # `History` and `CSVLogger` take the keys of the first epoch, so all keys exist from the
+        # start.
+        initial: dict[str, float] = {
+            LOSS_SCALE: snapshot.loss_scale,
+            OVERFLOWS: snapshot.overflow_count,
+            GRADIENTS: math.nan,
+        }
+        self.logged = {key: initial[key] for key in self.recorded}
+        self.batches_left = 1
+        if self.sampling:
+            self.sampling.start(snapshot, self._interval)
+
+    def _rows_before(self) -> list[Record]:
+        return [row for row in self.run.rows if row["step"] <= self.first_step]
+
+    def open_log(self) -> None:
+        """Makes the run and the log continue after the step at which this training began."""
+        if self._is_open:
+            return
+        self._is_open = True
+        self.run.rows[:] = self._rows_before()
+        if self._owner.log_dir and self._is_chief:
+            if self._writer is None:
+                self._writer = LogWriter(self._owner, self._owner.log_dir, self.first_step)
+            self._size = max(self._size, self._writer.size_at_start)
+
+    @property
+    def earlier_fallbacks(self) -> list[Record]:
+        """The `fallback` records in the log that this training continues."""
+        return self._writer.fallbacks if self._writer else []
+
+    def begin_epoch(self, epoch: int, batches: int) -> None:
+        """Samples the first step of an epoch without a step that is divisible by the interval.
+
+        Args:
+            epoch: The number of the epoch.
+            batches: Those of an epoch; 0 while Keras does not know.
+        """
+        if self.sampling is None or epoch % (self._interval // self._owner.every_n_steps):
+            return
+        step = self.previous.step
+        if (step + batches) // self._interval == step // self._interval:
+            self.batches_left = 1
+            self.sampling.sample_next_step(self._interval)
+
+    def begin_batch(self) -> None:
+        """Prepares to measure the update of a call that is read after it."""
+        if self.sampling and self.batches_left <= self._model.steps_per_execution:
+            self.sampling.begin_batch()
+
+    def end_batch(self) -> None:
+        """Frees what `begin_batch` prepared."""
+        if self.sampling:
+            self.sampling.end_batch()
+
+    def read(self, step: int) -> bool:
+        """Records the state of the optimizer if it has taken a step. Returns whether.
+
+        Args:
+            step: The number of steps that it has taken.
+        """
+        if step == self.previous.step:
+            self._plan_next_read(step)
+            return False
+        snapshot = self._optimizer.snapshot()
+        record = record_of(snapshot, self.previous, self.recorded)
+        sample = self.sampling.take(snapshot) if self.sampling else None
+        if sample is not None:
+            self._add_sample(sample, snapshot, record)
+        if len(record) > 1:
+            self.add(record)
+        self.previous = snapshot
+        self.logged |= {key: record[key] for key in (LOSS_SCALE, OVERFLOWS) if key in record}
+        self._plan_next_read(snapshot.step)
+        if sample is not None and self.sampling and self.sampling.needs_another():
+            self.batches_left = 1
+            self.sampling.sample_next_step(self._interval)
+        return True
+
+    def _add_sample(self, sample: GradientSample, snapshot: Snapshot, record: Record) -> None:
+        """Adds a sample to the record of its step, or before it, as a record of its own."""
+        norm = sample.total_norm
+        found = {
+            "step": sample.step,
+            "grad_zeros": sample.histogram.zero_fraction,
+            "grad_norm": norm,
+            "sample": sample,
+        }
+        if sample.step == snapshot.step:
+            record.update(found)
+        else:  # an execution of several steps
+            self.add(found)
+        if math.isfinite(norm):
+            self.logged[GRADIENTS] = norm
+
+    def add(self, record: Record) -> None:
+        """Adds a record to `run` and the log; without a `step`, that of the last read step."""
+        if self.has_trained and "layers" not in self.run.settings:  # built by the first step
+            self.run.header = header(self._model, self._optimizer, has_trained=True)
+        self.open_log()
+        self.run.append({"step": self.previous.step} | record)
+        self._size += record_size(record)
+        if self._writer:
+            self._size += self._writer.write(self.run)
+
+    def end_epoch(self, epoch: int, logs: Logs) -> None:
+        """Records the metrics of an epoch."""
+        learning_rate = getattr(self._optimizer.inner_optimizer, "learning_rate", None)
+        values = {"learning_rate": learning_rate} | (logs or {})
+        record = metrics_record(self.previous.step, epoch, values)
+        if record["metrics"] and record["step"]:  # without a step the run has not begun
+            self.add(record)
+
+    def warn_if_nothing_was_recorded(self) -> None:
+        """Warns at the end of a training in which the optimizer took no step, or none was sampled."""
+        name = type(self._owner).__name__
+        if self.previous.step == self.first_step:
+            user_messages.warn(
+                f"{name}: the optimizer it reads took no step. If the model trains with optimizers"
+                " other than `model.optimizer`, wrap each with kmp.wrap and pass the one to read:"
+                f" {name}(optimizer=...)."
+            )
+        elif self.sampling and self.sampling.last_step <= self.first_step:
+            user_messages.warn(
+                f"{name}: no gradients were sampled, because the training step was traced before"
+                " `on_train_begin`. Call `on_train_begin` first, or trace the step again: step ="
+                " tf.function(step.python_function)."
+            )
+
+    def write_verdict(self) -> None:
+        """Writes what `kmp.advise` makes of the log for TensorBoard, if the log is open."""
+        if self._writer is not None:
+            self._writer.write_verdict()
+
+    def close(self) -> None:
+        """Closes the files, and stops sampling."""
+        if self._writer:
+            self._writer.close()
+        self._writer = self._lock = None
+        if self.sampling:
+            self.sampling.end_batch()
+            self.sampling.stop()
+
+    def selected_variables(self) -> dict[str, Any]:
+        """Returns the variables to sample by path; none before the model is built."""
+        by_path = self._optimizer.variables_by_path()
+        is_of_model = self._optimizer is self._model.optimizer
+        if not by_path and is_of_model and self._model.built:
+            variables = self._model.trainable_variables  # the first step builds the optimizer
+            by_path = dict(zip(paths_of(variables), variables, strict=True))
+        if self._owner.variables is None or not by_path:
+            return by_path
+        paths = list(by_path)
+        selected = [paths[index] for index in matching_indices(self._owner.variables, paths)]
+        return {path: by_path[path] for path in selected}
+
+    @property
+    def _interval(self) -> int:
+        """The number of steps from read to read: `every_n_steps`, and more in a long run."""
+        doublings = min(self._size // BUDGET, _MOST_DOUBLINGS)
+        return int(min(self._owner.every_n_steps * 2**doublings, NEVER))
+
+    def _plan_next_read(self, step: int) -> None:
+        interval = self._interval
+        self.batches_left = interval - step % interval
+        if self.sampling:
+            self.sampling.follow(interval)

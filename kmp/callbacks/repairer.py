@@ -1,0 +1,193 @@
+"""Lets a training go on in which float16 fails in a few layers."""
+
+from collections.abc import Sequence
+
+import keras
+
+from kmp.advice import Finding
+from kmp.advice.diagnose import finding_of
+from kmp.backend import (
+    computing_layers,
+    direct_sublayers,
+    is_keras_class,
+    is_passthrough,
+    keras_internals,
+    layers_in_16_bits,
+    sublayers,
+)
+from kmp.callbacks.batch_replayer import BatchReplayer
+from kmp.callbacks.recorder import Recorder
+from kmp.callbacks.training_records import Record
+from kmp.diagnosis import Cure, RunMetrics, cure_of
+from kmp.diagnosis.precision_causes import Repaired
+from kmp.diagnosis.soundness import is_harmful
+from kmp.optimizer import LossScaleOptimizer
+from kmp.policy import guarding
+from kmp.records import Replay
+from kmp.utils import FLOAT32, user_messages
+
+
+class Repairer:
+    """Sets layers to float32 in which float16 provably fails, and continues the training.
+
+    `kmp.diagnosis.cure_of` decides by the records. The repair replays the batch once more with
+    these layers in float32. Only if that is sound, the step is traced again with them; otherwise
+    everything is as before.
+
+    Args:
+        model: The model in training.
+        optimizer: Its optimizer.
+        recorder: The records of the training.
+        replayer: The replays of the training.
+    """
+
+    def __init__(
+        self,
+        model: keras.Model,
+        optimizer: LossScaleOptimizer,
+        recorder: Recorder,
+        replayer: BatchReplayer,
+    ) -> None:
+        self._model, self._optimizer = model, optimizer
+        self._recorder, self._replayer = recorder, replayer
+
+    def start(self) -> None:
+        """Begins a training. Replays of earlier ones are no reason for a repair."""
+        self._examined = len(self._recorder.run.rows)
+        self._rejected = self._last_replay()
+
+    def _last_replay(self) -> Replay | None:
+        replays = self._recorder.run.replays
+        return replays[-1][1] if replays else None
+
+    def repeat_earlier(self) -> None:
+        """Sets layers of a model that was built again to float32, if the continued log has them.
+
+        They were proven in the same run. The first step is traced later, so it computes with them.
+        """
+        rows, layers = self._recorder.earlier_fallbacks, computing_layers(self._model)
+        paths: dict[str, None] = {}
+        for row in rows:
+            paths |= dict.fromkeys(path for path in row["fallback"] if path in layers)
+        changed = layers_in_16_bits([layers[path] for path in paths])
+        if not changed:
+            return
+        self._set_to_float32(changed)
+        # The log has the record. The run in memory begins here, with the counts of the optimizer.
+        snapshot, reason = self._optimizer.snapshot(), rows[-1].get("fallback_reason", "")
+        record: Record = {
+            "step": snapshot.step,
+            "fallback": list(paths),
+            "fallback_reason": reason,
+            "overflow_count": snapshot.overflow_count,
+            "nonfinite_loss_count": snapshot.nonfinite_loss_count,
+            "overflow_origins_by_variable": snapshot.overflow_origins_by_variable,
+        }
+        self._recorder.run.append(record)
+        metrics = RunMetrics(self._recorder.run)
+        repaired = Repaired.of(metrics)
+        assert repaired is not None
+        when = f"As at step {rows[-1]['step']}, before the training was resumed,"
+        self._warn(reason, when, list(paths), changed, finding_of(repaired, metrics))
+
+    def repair(self) -> bool:
+        """Applies the cure that the records prove, if there is one. Returns whether it did."""
+        run = self._recorder.run
+        if len(run.rows) == self._examined:
+            return False
+        self._examined = len(run.rows)
+        cure = cure_of(run)
+        if cure is None or cure.replay is self._rejected:
+            return False
+        self._rejected = cure.replay
+        layers = computing_layers(self._model)
+        if not layers.keys() >= set(cure.layers):
+            return False
+        changed = layers_in_16_bits([layers[path] for path in cure.layers])
+        proof = self._proof(cure, changed) if changed else None
+        if proof is None:
+            return False
+        self._apply(cure, changed, proof)
+        return True
+
+    def _proof(self, cure: Cure, changed: Sequence[keras.Layer]) -> Record | None:
+        """Replays the batch with the cure. Returns the record of a sound replay."""
+        float32 = keras.DTypePolicy(FLOAT32.name)
+        policies = ((layer, float32) for layer in changed)
+        with keras_internals.dtype_policies_replaced(policies):
+            proof = self._replayer.replay_again(
+                self._recorder.previous,
+                self._recorder.selected_variables(),
+                cure.replay.gradients.usable_scale,
+            )
+        result = proof.get("replay")
+        if result is None or not result.is_finite:
+            return None
+        if cure.replay.is_finite and is_harmful(result):
+            return None
+        return proof
+
+    def _apply(self, cure: Cure, changed: Sequence[keras.Layer], proof: Record) -> None:
+        finding = finding_of(cure.cause, RunMetrics(self._recorder.run))
+        self._set_to_float32(changed)
+        if not cure.replay.is_finite:
+            self._restore_loss_scale(proof["replay"])
+        paths = list(cure.layers)
+        self._recorder.add({"fallback": paths, "fallback_reason": finding.title})
+        self._recorder.add(proof)
+        step = self._recorder.previous.step
+        self._warn(finding.title, f"At step {step}", paths, changed, finding)
+
+    def _restore_loss_scale(self, proof: Replay) -> None:
+        """Sets the loss scale that overflows have lowered, or that still overflows."""
+        rule = self._optimizer.rule
+        usable = proof.gradients.usable_scale or rule.initial_scale
+        scale = max(rule.min_scale, min(rule.initial_scale, usable))
+        self._optimizer.dynamic_scale.assign(scale)
+
+    def _set_to_float32(self, changed: Sequence[keras.Layer]) -> None:
+        for layer in changed:
+            layer.dtype_policy = FLOAT32.name
+        guard = guarding.guard_of(self._model)
+        if guard:
+            guard.has_fallback = True
+        self._model.make_train_function(force=True)
+        # Traced again when they are used.
+        self._model.test_function = self._model.predict_function = None
+
+    def _warn(
+        self,
+        reason: str,
+        when: str,
+        paths: Sequence[str],
+        changed: Sequence[keras.Layer],
+        finding: Finding,
+    ) -> None:
+        change = finding.change.replace("\n", "\n  ")
+        names = ", ".join(map(repr, paths))
+        user_messages.warn(
+            f"{reason} {when} kmp set {names} to float32, and the training continues. To make it"
+            f" permanent:\n  {change}{_not_in_files(self._model, changed)}"
+        )
+
+
+def _not_in_files(model: keras.Model, changed: Sequence[keras.Layer]) -> str:
+    """Returns a sentence about layers that code of the user creates.
+
+    Keras saves no policy of these.
+    """
+    changed_ids = set(map(id, changed))
+    created: dict[str, str] = {}
+    for owner in sublayers(model):
+        if is_keras_class(type(owner)) or is_passthrough(owner):
+            continue
+        for inner in direct_sublayers(owner):
+            if id(inner) in changed_ids:
+                created[inner.name] = type(owner).__name__
+    if not created:
+        return ""
+    names, classes = ", ".join(map(repr, created)), " and ".join(dict.fromkeys(created.values()))
+    return (
+        f"\nA saved file keeps this for {names} only if the config of {classes} contains it: make"
+        " the change before you load the file."
+    )

@@ -1,0 +1,217 @@
+"""One training that a monitor watches: it records, replays, repairs, detects and reports."""
+
+from pathlib import Path
+from typing import Any
+
+import keras
+
+from kmp.backend import distribution
+from kmp.callbacks import stuck_detector
+from kmp.callbacks.batch_replayer import BatchReplayer
+from kmp.callbacks.recorder import Recorder
+from kmp.callbacks.repairer import Repairer
+from kmp.callbacks.report_writer import ReportWriter
+from kmp.callbacks.stuck_detector import Streak, StuckDetector
+from kmp.callbacks.training_records import Logs, Record
+from kmp.optimizer import LossScaleOptimizer
+from kmp.policy import guarding
+
+_CHECKED_EVERY = 32  # batches; each check copies 64 bytes from the device
+_STREAK = (
+    4  # skipped steps in a row, or since the last check, after which a repair looks for a cause
+)
+
+
+class Training:
+    """The parts of a `Monitor` in one training, in the order in which they act.
+
+    Each check copies the counts of steps from the device. Only where a part needs more, it copies
+    more.
+
+    Args:
+        monitor: The callback, whose settings apply.
+        model: The model in training.
+        optimizer: The optimizer to read.
+    """
+
+    def __init__(self, monitor: Any, model: keras.Model, optimizer: LossScaleOptimizer) -> None:
+        self._monitor, self._model, self._optimizer = monitor, model, optimizer
+        self.recorder = Recorder(monitor, model, optimizer)
+        self._replayer: BatchReplayer | None = None
+        self._repairer: Repairer | None = None
+        self._detector: StuckDetector | None = None
+        self._report: ReportWriter | None = None
+        self.first_epoch = 0
+
+    def prepare(self) -> bool:
+        """Adds to the training step what the parts need. Returns whether to trace it again.
+
+        Raises:
+            ValueError: If a pattern of variables matches none.
+            OSError: If a file cannot be written.
+        """
+        monitor, model = self._monitor, self._model
+        is_of_model = self._optimizer is model.optimizer
+        has_one_replica = model.distribute_strategy.num_replicas_in_sync == 1
+        is_new = self.recorder.prepare()
+        if is_of_model:
+            is_new |= guarding.install(model)
+        if monitor.replay and is_of_model and has_one_replica:
+            self._replayer = BatchReplayer(model, self._optimizer)
+            is_new |= self._replayer.is_new
+            if monitor.repair:
+                self._repairer = Repairer(model, self._optimizer, self.recorder, self._replayer)
+        if self._repairer or monitor.on_stuck != "ignore":
+            self._detector = StuckDetector(model, self._optimizer, monitor.patience)
+        is_chief = model.distribute_strategy.extended.should_checkpoint
+        if monitor.report is not None and is_chief:
+            self._report = ReportWriter(Path(monitor.report), monitor.run, model.name)
+        return is_new
+
+    def start(self) -> None:
+        """Begins at the step of the optimizer.
+
+        Runs twice: the `on_train_begin` of a later callback may have loaded the optimizer.
+        """
+        self.recorder.start()
+        self._batches_until_check = 1
+        self._counts = self._optimizer.counters.read_counts()
+        if self._detector:
+            self._detector.start(self.recorder.previous)
+        if self._repairer:
+            self._repairer.start()
+        if self._replayer:
+            self._replayer.begin(self.recorder.previous, self._planned_steps())
+
+    def _planned_steps(self) -> int:
+        """Returns the number of steps of this training, 0 if it is not known."""
+        params = self._monitor.params or {}  # without `steps` if Keras does not know them
+        epochs = (params.get("epochs") or 0) - self.first_epoch
+        return epochs * self._batches_of_epoch()
+
+    def _batches_of_epoch(self) -> int:
+        return (self._monitor.params or {}).get("steps") or 0
+
+    def open_log(self) -> None:
+        """Opens the log, and repeats the repairs that it has in a model that was built again.
+
+        Raises:
+            ValueError: If the folder is in use by another callback, or has a log of another kind.
+        """
+        self.recorder.open_log()
+        # With several workers, only the chief has the log, and all must compute alike.
+        has_several = distribution.has_several_workers(self._model.distribute_strategy)
+        if self._repairer and not self.recorder.has_trained and not has_several:
+            self._repairer.repeat_earlier()
+
+    def begin_epoch(self, epoch: int) -> None:
+        """Prepares an epoch."""
+        self.recorder.begin_epoch(epoch, self._batches_of_epoch())
+        if self.recorder.batches_left == 1:
+            self._batches_until_check = 1
+
+    def begin_batch(self) -> None:
+        """Prepares a batch."""
+        self.recorder.begin_batch()
+
+    def end_batch(self) -> None:
+        """Checks the optimizer if that is due."""
+        steps = self._model.steps_per_execution
+        self.recorder.has_trained = True
+        self.recorder.batches_left -= steps
+        self._batches_until_check -= steps
+        if self._batches_until_check <= 0:
+            self._check()
+        self.recorder.end_batch()
+
+    def _check(self, is_last: bool = False) -> None:
+        counts = self._optimizer.counters.read_counts()
+        new = counts.overflow_count - self._counts.overflow_count
+        self._counts = counts
+        has_streak = max(new, counts.overflows_in_a_row) >= _STREAK
+        if is_last or self.recorder.batches_left <= 0 or (self._repairer and has_streak):
+            self._read(counts.step)
+        if self._repairer and self._repairer.repair():
+            self._mark_repair()
+        if self._detector and new:
+            self._detect()
+        self._plan(counts, new)
+
+    def _plan(self, counts: Any, new: int) -> None:
+        """Sets when to check again: before anything is due, and soon after an overflow."""
+        batches = [self.recorder.batches_left]
+        if self._detector:
+            batches.append(self._detector.batches_until_stuck(counts))
+        if self._repairer:
+            # A longer streak is looked at again when it has doubled.
+            batches.append(counts.overflows_in_a_row or (_STREAK if new else _CHECKED_EVERY))
+        self._batches_until_check = max(1, min(batches))
+
+    def _read(self, step: int) -> None:
+        """Records the state of the optimizer, and replays a batch if that is due."""
+        if self.recorder.read(step):
+            self._replay()
+
+    def _replay(self, is_last: bool = False) -> None:
+        if self._replayer:
+            variables = self.recorder.selected_variables()
+            snapshot = self.recorder.previous
+            self._add(self._replayer.replay_if_due(snapshot, variables, is_last=is_last))
+
+    def _add(self, found: Record | None) -> None:
+        if found:
+            self.recorder.add(found)
+
+    def _mark_repair(self) -> None:
+        if self._detector:
+            self._detector.repaired_at = self.recorder.previous.step
+
+    def _detect(self) -> None:
+        assert self._detector is not None
+        streak = self._detector.look()
+        if streak is None or self._is_repaired_now():
+            return
+        self._detector.mark_reported(streak)
+        if self._monitor.on_stuck != "ignore":
+            self._report_stuck(self._detector, streak)
+
+    def _is_repaired_now(self) -> bool:
+        """Whether the last batch of a training that is stuck shows what to repair."""
+        self._read(self._counts.step)
+        if self._replayer:
+            snapshot, variables = self.recorder.previous, self.recorder.selected_variables()
+            self._add(self._replayer.replay_stuck(snapshot, variables))
+        if self._repairer and self._repairer.repair():
+            self._mark_repair()
+            return True
+        return False
+
+    def _report_stuck(self, detector: StuckDetector, streak: Streak) -> None:
+        """Completes the files, because `fit` calls no callback after an error, and reports."""
+        message = detector.message(streak, self.recorder.run)
+        if self._report:
+            self._report.write()
+        self.recorder.write_verdict()
+        stuck_detector.report(message, self._monitor.on_stuck)
+
+    def end_epoch(self, epoch: int, logs: Logs) -> None:
+        """Reads the optimizer, and records the metrics."""
+        self._check(is_last=True)
+        self.recorder.end_epoch(epoch, logs)
+        if self._report:
+            self._report.end_epoch()
+
+    def end(self) -> None:
+        """Replays the last batch, and completes the files."""
+        if self.recorder.has_trained:
+            self._replay(is_last=True)
+            self.recorder.warn_if_nothing_was_recorded()
+        self.close()
+        if self._report:
+            self._report.end()
+
+    def close(self) -> None:
+        """Frees memory and files."""
+        if self._replayer:
+            self._replayer.end()
+        self.recorder.close()

@@ -1,0 +1,96 @@
+"""What a diagnosis finds: a cause, with its numbers, its location and the edits that cure it."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from kmp.utils import printable
+
+ERROR, WARNING, INFO = SEVERITIES = ("error", "warning", "info")
+
+
+@dataclass(frozen=True)
+class SetArguments:
+    """Arguments to pass to a call.
+
+    Args:
+        call: The function, method or class that is called, such as `"kmp.enable"` or
+            `"model.compile"`.
+        arguments: The Python source of each value, by the name of the argument.
+        name: The name of the layer or weight that the call creates, if it creates one.
+
+    Example:
+    >>> print(SetArguments("kmp.enable", {"hysteresis": "1"}))
+    kmp.enable(hysteresis=1)
+    """
+
+    call: str
+    arguments: Mapping[str, str]
+    name: str = ""
+
+    def __str__(self) -> str:
+        arguments = dict(self.arguments)
+        if self.name:
+            arguments["name"] = repr(self.name)
+        listed = ", ".join(f"{name}={value}" for name, value in arguments.items())
+        return printable(f"{self.call}({listed})")
+
+
+@dataclass(frozen=True)
+class ComputeInFloat32:
+    """A layer to wrap in `kmp.layers.Float32`.
+
+    Args:
+        layer: The name of the layer.
+        class_name: Its class, or `""` if it is unknown.
+
+    Example:
+    >>> print(ComputeInFloat32("norm", "RMSNormalization"))
+    kmp.layers.Float32(RMSNormalization(..., name='norm'))
+    """
+
+    layer: str
+    class_name: str = ""
+
+    def __str__(self) -> str:
+        class_name = self.class_name or "Layer"
+        return printable(f"kmp.layers.Float32({class_name}(..., name={self.layer!r}))")
+
+
+@dataclass(frozen=True)
+class PrepareData:
+    """Statements before the call of `fit`, about its arrays `x` and `y`.
+
+    Args:
+        statement: The Python source, in one line or several.
+
+    Example:
+    >>> print(PrepareData("y = y - 1"))
+    y = y - 1
+    """
+
+    statement: str
+
+    def __str__(self) -> str:
+        return "\n".join(map(printable, self.statement.splitlines()))
+
+
+Edit = SetArguments | ComputeInFloat32 | PrepareData
+Edits = tuple[Edit, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cause:
+    """One cause of a problem. Subclasses add the numbers; `kmp.advice` has the sentences.
+
+    Args:
+        name: Short name, see `kmp.advice.Finding`.
+        severity: `"error"`, `"warning"` or `"info"`.
+        location: The path of the layer or variable, the part of the batch, `"the loss function"`
+            or the argument that it is about; empty if it is about all of the model.
+        edits: What to change in the program, all of it.
+    """
+
+    name: str
+    severity: str = ERROR
+    location: str = ""
+    edits: Edits = ()

@@ -1,0 +1,81 @@
+"""The edits of a program that several causes share."""
+
+import math
+from collections.abc import Iterable
+
+from kmp.diagnosis import soundness, thresholds
+from kmp.diagnosis.cause import ComputeInFloat32, Edits, SetArguments
+from kmp.diagnosis.run_metrics import RunMetrics, name_of
+from kmp.records import Replay
+from kmp.utils import FLOAT32
+
+IN_FLOAT32 = SetArguments("kmp.enable", {"policy": "'float32'"})
+
+
+def power(exponent: float) -> str:
+    """Returns the Python source of a power of two."""
+    return f"2.0**{math.floor(exponent)}"
+
+
+def in_float32(run: RunMetrics, layers: Iterable[str]) -> Edits:
+    """Returns the edits after which layers, by path, or the model compute in float32."""
+    created = dict.fromkeys(map(run.created_layer, layers))
+    if run.settings.get("model") in created.keys() - run.layers.keys():
+        return (IN_FLOAT32,)
+    return tuple(ComputeInFloat32(name_of(path), run.layers.get(path, "")) for path in created)
+
+
+def larger_scale(run: RunMetrics, exponent: float) -> SetArguments:
+    """Returns the change to a dynamic scale that starts with a power of two."""
+    arguments = {"initial_scale": power(exponent)}
+    if run.is_fixed:
+        arguments = {"loss_scale": "'dynamic'", **arguments}
+    elif run.settings.get("max_scale", math.inf) < 2.0**exponent:
+        arguments["max_scale"] = power(FLOAT32.max_exponent)
+    return SetArguments(run.settings_call, arguments)
+
+
+def needs_only_a_larger_scale(replay: Replay) -> bool:
+    """Whether a replayed batch is sound at a larger loss scale, without a change of layers.
+
+    A smaller one is the matter of the causes of overflows.
+    """
+    usable = replay.gradients.usable_scale or 0.0
+    return soundness.needs_another_scale_only(replay) and usable > replay.loss_scale
+
+
+def replayed(run: RunMetrics, replay: Replay) -> Edits:
+    """Returns the change with which a replayed batch was sound; float32 for all without one."""
+    if replay.float32_layers:
+        return in_float32(run, replay.float32_layers)
+    if needs_only_a_larger_scale(replay):
+        usable = replay.gradients.usable_scale
+        assert usable is not None
+        return (larger_scale(run, math.log2(usable)),)
+    return (IN_FLOAT32,)
+
+
+def optimizer_call(run: RunMetrics) -> str:
+    """Returns the class of the inner optimizer as source, Keras' Adam if its name is none."""
+    optimizer = run.settings.get("optimizer", "")
+    if not optimizer.isidentifier():  # a log may hold anything
+        return "keras.optimizers.Adam"
+    is_of_keras = run.settings.get("is_keras_optimizer", True)
+    return f"keras.optimizers.{optimizer}" if is_of_keras else optimizer
+
+
+def learning_rate(run: RunMetrics) -> float | None:
+    """Returns the highest learning rate known, of the first epoch and the ends of all."""
+    _, recorded = run.run.metrics.get("learning_rate", ((), ()))
+    rates = [*recorded, run.settings.get("learning_rate", 0.0)]
+    return max(filter(math.isfinite, rates), default=0.0) or None
+
+
+def smaller_learning_rate(run: RunMetrics) -> SetArguments:
+    """Returns a rate smaller by the measured ratio of update to weights, at most a tenth."""
+    ratio, factor = run.update_ratio[1], 0.1
+    if ratio > 0 and math.isfinite(ratio):
+        factor = min(factor, thresholds.TYPICAL_UPDATE / ratio)
+    rate = learning_rate(run)
+    value = f"{factor:.1g} * learning_rate" if rate is None else f"{rate * factor:.1g}"
+    return SetArguments(optimizer_call(run), {"learning_rate": value})

@@ -1,0 +1,142 @@
+"""Decides from the records of a run which layers to set to float32: `cure_of`."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from kmp.diagnosis import soundness, thresholds
+from kmp.diagnosis.batch_causes import NonfiniteData, invalid_targets
+from kmp.diagnosis.cause import Cause
+from kmp.diagnosis.forward_causes import LossInFloat16, NonfiniteForward, nonfinite_forward
+from kmp.diagnosis.precision_causes import StaleState, UnscaledLoss, WrongGradients, WrongOutputs
+from kmp.diagnosis.run_metrics import RunMetrics
+from kmp.diagnosis.scale_causes import (
+    BackwardOverflow,
+    FixedScaleTooLarge,
+    HysteresisTooLarge,
+    MinScaleTooLarge,
+    backward_overflow,
+)
+from kmp.diagnosis.underflow_causes import FlushedBranch, ScaleTooSmall
+from kmp.diagnosis.update_causes import DivisionByEpsilon, Exploding, LostSquares, LostUpdates
+from kmp.records import Replay, Run
+
+Predicate = Callable[[RunMetrics], Cause | None]
+
+
+@dataclass(frozen=True)
+class Cure:
+    """Layers that have to compute in float32.
+
+    Args:
+        layers: Their paths.
+        cause: What float16 does in them.
+        replay: The replay of the batch that is sound with these layers in float32.
+    """
+
+    layers: tuple[str, ...]
+    cause: Cause
+    replay: Replay
+
+
+# Float16 is not the cause of these, or not in a few layers.
+_NOT_OF_FLOAT16: tuple[Predicate, ...] = (
+    NonfiniteData.of,
+    invalid_targets,
+    DivisionByEpsilon.of,
+    LostSquares.of,
+    Exploding.of,
+)
+# Each cause that float32 layers cure, with the causes of which it may be a consequence.
+_CURABLE: tuple[tuple[Predicate, tuple[Predicate, ...]], ...] = (
+    (nonfinite_forward, ()),
+    (WrongOutputs.of, (UnscaledLoss.of,)),
+    (StaleState.of, (UnscaledLoss.of,)),
+    (backward_overflow, (UnscaledLoss.of, HysteresisTooLarge.of)),
+    (
+        WrongGradients.of,
+        (
+            UnscaledLoss.of,
+            HysteresisTooLarge.of,
+            FixedScaleTooLarge.of,
+            MinScaleTooLarge.of,
+            LostUpdates.of,
+            FlushedBranch.of,
+            ScaleTooSmall.of,
+        ),
+    ),
+)
+_OF_FLOAT16 = (
+    NonfiniteForward,
+    LossInFloat16,
+    WrongOutputs,
+    StaleState,
+    BackwardOverflow,
+    WrongGradients,
+)
+
+
+def cure_of(run: Run) -> Cure | None:
+    """Returns the layers to set to float32, as the records of a run prove; `None` without a proof.
+
+    The last replay since the last repair has found the layers, it is evidence by itself or agrees
+    with the ones before, and float16 is the cause: not the data, the targets, the settings or the
+    updates. Whoever applies the cure replays the batch with it before.
+    """
+    metrics = RunMetrics(run)
+    replay = metrics.replays[-1] if metrics.replays else None
+    if replay is None or not replay.float32_layers:
+        return None
+    if not (_is_evidence(replay) or _is_repeated(metrics)):
+        return None
+    if may_diverge(metrics, replay):
+        return None
+    cause = _cause_in_float16(metrics)
+    if cause is None:
+        return None
+    return Cure(tuple(replay.float32_layers), cause, replay)
+
+
+def _is_evidence(replay: Replay) -> bool:
+    """Whether one replay is enough: not if only gradients differ."""
+    if not replay.is_finite or soundness.overflow_inside(replay):
+        return True
+    if soundness.error_origin(replay) or soundness.lost_states(replay):
+        return True
+    if (replay.output_error or 0.0) > thresholds.HARMFUL_OUTPUT_ERROR_ALONE:
+        return True
+    # The rounding of the outputs may be all that is left of a small loss.
+    loss = max(abs(replay.float32_loss or 0.0), thresholds.SMALL_LOSS)
+    limit = thresholds.HARMFUL_OUTPUT_ERROR_ALONE * loss
+    return soundness.is_harmful(replay) and soundness.loss_difference(replay) > limit
+
+
+def _is_repeated(run: RunMetrics) -> bool:
+    """Whether the last comparisons were all harmful, and one layer is in each of their cures."""
+    latest = [replay for _, replay in run.comparisons[-thresholds.AGREEING_COMPARISONS :]]
+    if len(latest) < thresholds.AGREEING_COMPARISONS:
+        return False
+    if not all(map(soundness.is_harmful, latest)):
+        return False
+    return bool(set.intersection(*(set(replay.float32_layers) for replay in latest)))
+
+
+def may_diverge(run: RunMetrics, replay: Replay) -> bool:
+    """Whether the updates are so large, or the loss so high in float32 too, as in a divergence."""
+    first, highest, _ = run.losses
+    loss = min(highest, abs(replay.float32_loss or 0.0))
+    has_risen = loss > thresholds.EXPLODING_LOSS * max(abs(first), thresholds.SMALL_LOSS)
+    return has_risen or run.update_ratio[1] > thresholds.DIVERGING_UPDATE
+
+
+def _cause_in_float16(run: RunMetrics) -> Cause | None:
+    """Returns the cause that float32 layers cure; `None` if another one explains the records."""
+    if any(predicate(run) for predicate in _NOT_OF_FLOAT16):
+        return None
+    for predicate, explanations in _CURABLE:
+        cause = predicate(run)
+        if cause is None:
+            continue
+        if not isinstance(cause, _OF_FLOAT16) or any(other(run) for other in explanations):
+            return None
+        return cause
+    return None

@@ -1,0 +1,130 @@
+"""Whether a compared pass is sound, and where a harmful error begins."""
+
+from collections.abc import Iterable, Sequence
+
+from kmp.diagnosis import thresholds
+from kmp.records import (
+    LOSS_FUNCTION,
+    GradientError,
+    LayerError,
+    LostWeight,
+    NonfiniteOperation,
+    Replay,
+    StateError,
+)
+
+
+def has_converged(error: GradientError) -> bool:
+    """Whether gradients are nothing beside those of earlier steps: errors do no harm then."""
+    return error.norm < thresholds.CONVERGED * error.largest_norm
+
+
+def is_harmful_gradient(error: GradientError) -> bool:
+    """Whether the error is large, and above the sampling noise: as a whole, or the lost part."""
+    if has_converged(error) or error.error <= thresholds.HARMFUL_GRADIENT_ERROR:
+        return False
+    noise = error.noise or 0.0
+    lost = 1.0 - error.kept
+    return error.error > noise or lost > max(noise, thresholds.HARMFUL_GRADIENT_ERROR)
+
+
+def is_harmful_state(error: StateError) -> bool:
+    """Whether a state that moves slowly stays far from where the batches move it."""
+    if error.noise >= thresholds.HARMFUL_GRADIENT_ERROR:
+        return False
+    moves_slowly = error.next_update > thresholds.SLOW_UPDATE
+    return moves_slowly and error.error > thresholds.HARMFUL_GRADIENT_ERROR
+
+
+def are_harmful(output_error: float, gradient_errors: Sequence[GradientError]) -> bool:
+    """Whether errors of outputs and gradients are so large that float16 hurts the training."""
+    if not gradient_errors:
+        return output_error > thresholds.HARMFUL_OUTPUT_ERROR_ALONE
+    if any(map(is_harmful_gradient, gradient_errors)):
+        return True
+    largest = max(error.error for error in gradient_errors)
+    is_noticed = largest > thresholds.NOTICED_GRADIENT_ERROR
+    return is_noticed and output_error > thresholds.HARMFUL_OUTPUT_ERROR
+
+
+def harmful_states(errors: Iterable[StateError] | None) -> list[StateError]:
+    """Returns the states that float16 keeps far from where the batches move them."""
+    return [error for error in errors or () if is_harmful_state(error)]
+
+
+def lost_states(replay: Replay) -> list[StateError]:
+    """Returns the `harmful_states` of a replay."""
+    return harmful_states(replay.comparison.states) if replay.comparison else []
+
+
+def harmful_gradients(replay: Replay) -> list[GradientError]:
+    """Returns the errors of gradients of a replay that are harmful, the largest first."""
+    return list(filter(is_harmful_gradient, replay.gradient_errors))
+
+
+def is_harmful(replay: Replay) -> bool:
+    """Whether the results of a replay differ so much that float16 hurts the training."""
+    if replay.comparison is None:
+        return False
+    errors = replay.comparison
+    return are_harmful(errors.output_error, errors.gradients) or bool(lost_states(replay))
+
+
+def loss_difference(replay: Replay) -> float:
+    """Returns the magnitude of the loss's difference from float32; 0 if a loss is not known."""
+    if replay.loss is None or replay.float32_loss is None:
+        return 0.0
+    return abs(replay.loss - replay.float32_loss)
+
+
+def is_born_in_loss(replay: Replay) -> bool:
+    """Whether the loss differs from float32, while the outputs it is computed from do not."""
+    if (replay.output_error or 0.0) > thresholds.HARMFUL_OUTPUT_ERROR:
+        return False
+    limit = thresholds.HARMFUL_OUTPUT_ERROR * abs(replay.float32_loss or 0.0)
+    return loss_difference(replay) > limit
+
+
+def needs_another_scale_only(replay: Replay) -> bool:
+    """Whether a search found that no layer has to change, but the loss scale."""
+    return replay.search is not None and replay.search.is_found and not replay.search.layers
+
+
+def forward_operations(replay: Replay) -> list[NonfiniteOperation]:
+    """Returns the first operations of the forward pass with NaN or Inf."""
+    return [found for found in replay.operations if not found.is_backward]
+
+
+def overflow_inside(replay: Replay) -> NonfiniteOperation | None:
+    """Returns the first forward operation with NaN or Inf in the loss or a layer of the cure.
+
+    Others may be masks.
+    """
+    suspects = (LOSS_FUNCTION, *replay.float32_layers)
+    return next((each for each in forward_operations(replay) if each.layer in suspects), None)
+
+
+def lost_weights_of(replay: Replay, layer: str) -> list[LostWeight]:
+    """Returns the weights of a layer and its sublayers with values that float16 loses."""
+    return [weight for weight in replay.batch.lost_weights if weight.path.startswith(f"{layer}/")]
+
+
+def error_origin(replay: Replay) -> LayerError | None:
+    """Returns the layer where a harmful error of the outputs begins.
+
+    It adds most to the error on inputs of float32. One of the layers of the cure, if these add to
+    it. A layer with a weight that float16 loses may add little to it, which the next layers
+    amplify. `None` without a harmful error, or if no layer adds to it.
+    """
+    if (replay.output_error or 0.0) <= thresholds.HARMFUL_OUTPUT_ERROR:
+        return None
+    adding = [each for each in replay.layer_errors if _adds_harm(each)]
+    suspects = adding
+    if not suspects:
+        suspects = [each for each in replay.layer_errors if lost_weights_of(replay, each.layer)]
+    cured = [each for each in suspects if each.layer in replay.float32_layers]
+    return max(cured or adding, key=lambda each: each.new_error or 0.0, default=None)
+
+
+def _adds_harm(error: LayerError) -> bool:
+    return (error.new_error or 0.0) > thresholds.HARMFUL_OUTPUT_ERROR
