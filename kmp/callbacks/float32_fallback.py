@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 import keras
 
+from kmp import guarding
 from kmp.advice import (
     EXPLODING_LOSS,
     SMALL_LOSS,
@@ -25,7 +26,6 @@ from kmp.backend import (
 )
 from kmp.callbacks.monitor import Monitor
 from kmp.callbacks.optimizer_reader import CopyableCallback, Logs
-from kmp.policy import guarding
 from kmp.records import HARMFUL_OUTPUT_ERROR_ALONE, Replay
 from kmp.utils import FLOAT32, user_messages, validation
 
@@ -227,7 +227,7 @@ class Float32Fallback(CopyableCallback):
     def _set_to_float32(self, changed: Sequence[keras.Layer]) -> None:
         for layer in changed:
             layer.dtype_policy = FLOAT32.name
-        guard = guarding.guard_of(self.model)
+        guard = guarding.guarded_step_of(self.model)
         if guard:
             guard.has_fallback = True
         self.model.make_train_function(force=True)

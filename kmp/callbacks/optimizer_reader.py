@@ -7,9 +7,9 @@ from weakref import WeakSet
 
 import keras
 
+from kmp import guarding
 from kmp.backend import compute_dtypes
 from kmp.optimizer import LossScaleOptimizer
-from kmp.policy import guarding
 from kmp.utils import FLOAT16
 
 PathLike = str | os.PathLike[str]
@@ -91,7 +91,7 @@ class OptimizerReader(CopyableCallback):
 
     def _prepare(self) -> bool:
         """Adds to the training step what the callback needs. Returns whether the step must be traced again."""
-        return self.optimizer is self.model.optimizer and guarding.install(self.model)
+        return self.optimizer is self.model.optimizer and guarding.guard_train_step(self.model)
 
     def _has_optimizer(self) -> bool:
         """Whether there is an optimizer to read. If not, logs once per model what gives records.

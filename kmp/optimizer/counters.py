@@ -17,14 +17,14 @@ class Counts(NamedTuple):
     """The counts of `kmp.records.Snapshot`, each a scalar int64.
 
     Attributes:
-        skipped: Skipped steps, with those in which a replica's batch had no rows: a mean over
+        skipped_or_empty: Skipped steps, with those in which a replica's batch had no rows: a mean over
             nothing is NaN.
         overflow_origin: The index of the variable where the last overflow started plus 1; 0 before
             the first one.
     """
 
     step: Any
-    skipped: Any
+    skipped_or_empty: Any
     overflow_count: Any
     overflows_in_a_row: Any
     nonfinite_loss_count: Any
@@ -145,7 +145,7 @@ class Counters(NamedState):
             index = ops.sum(origin * np.arange(1, len(order) + 1))
             skipped = Counts(
                 before.step + 1,
-                skipped=before.skipped + 1,
+                skipped_or_empty=before.skipped_or_empty + 1,
                 overflow_count=before.overflow_count + overflow,
                 overflows_in_a_row=before.overflows_in_a_row + overflow,
                 nonfinite_loss_count=before.nonfinite_loss_count + nonfinite_loss,
@@ -173,7 +173,7 @@ class Counters(NamedState):
             {path: n for path, n in zip(paths, row, strict=False) if n} for row in rows
         )
         counts = self.read_counts()._asdict()
-        del counts["skipped"]
+        del counts["skipped_or_empty"]
         origin = counts["overflow_origin"]
         losses = zip(("last_loss", "highest_loss"), self.loss_values.numpy().tolist(), strict=True)
         has_loss = has_recorded_loss and counts["step"] > 0

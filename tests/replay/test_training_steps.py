@@ -11,7 +11,7 @@ from keras import ops
 from test_batch_replay import named
 
 import kmp
-from kmp.policy import all_optimizers_of
+from kmp.guarding import all_optimizers_of
 from kmp.replay import Passes, TrainStep, replay
 
 pytestmark = pytest.mark.usefixtures("enabled")
