@@ -83,6 +83,26 @@ def test_invalid_scale_from_a_checkpoint_is_replaced_by_the_initial_scale():
     assert float(optimizer.dynamic_scale) == 8.0
 
 
+@pytest.mark.parametrize(
+    ("loaded", "bounded"),
+    [
+        (np.inf, 8.0),
+        (0.0, 8.0),
+        (np.nan, 8.0),
+        (-1.0, 8.0),
+        (64.0, 32.0),
+        (1.0, 2.0),
+        (4.0, 4.0),
+    ],
+)
+def test_loaded_scale_is_clipped_to_the_bounds(loaded, bounded):
+    bounds = {"initial_scale": 8.0, "min_scale": 2.0, "max_scale": 32.0}
+    for settings, expected in ((bounds, bounded), ({"loss_scale": 16.0}, 16.0)):
+        optimizer = kmp.LossScaleOptimizer("sgd", **settings)
+        optimizer.dynamic_scale.assign(loaded)
+        assert float(optimizer.loss_scale) == expected
+
+
 def transfer_by_weights(trained, fresh, path):
     trained.save_weights(path / "x.weights.h5")
     fresh.load_weights(path / "x.weights.h5")
