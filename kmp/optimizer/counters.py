@@ -51,9 +51,9 @@ class CountsByVariable(NamedTuple):
 class NamedState(keras.Layer):
     """State that is saved by name, and loaded as far as a file has it.
 
-    Files of Keras' own class have none. A layer, because that is Keras' public container of saved state. As a child of the optimizer it
-    is saved separately, so the optimizer's list of variables stays the same as that of Keras' own
-    class.
+    Files of Keras' own class have none. A layer, because that is Keras' public container of saved
+    state. As a child of the optimizer it is saved separately, so the optimizer's list of variables
+    stays the same as that of Keras' own class.
     """
 
     def named_variables(self) -> dict[str, keras.Variable]:
@@ -87,7 +87,9 @@ class NamedState(keras.Layer):
 
 @keras.saving.register_keras_serializable("kmp")
 class Counters(NamedState):
-    """Counters of steps and overflows, in int64 because TensorFlow keeps int32 variables on the CPU.
+    """Counters of steps and overflows.
+
+    They are int64 because TensorFlow keeps int32 variables on the CPU.
 
     Attributes:
         counts: int64 variable of shape `(8,)`, the fields of `Counts`: one variable is read and

@@ -263,7 +263,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         *,
         unscaled: bool | None = None,
     ) -> None:
-        """Applies loss-scaled gradients, or skips the step if the loss or one of them is not finite.
+        """Applies loss-scaled gradients, or skips the step if the loss or one is not finite.
 
         Args:
             grads: Gradients: tensors, `tf.IndexedSlices` or `None`, one for each variable. They are
@@ -451,7 +451,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         return dict(items[index] for index in self._order)
 
     def get_config(self) -> dict[str, Any]:
-        """Returns the keys of Keras' class, and the arguments of kmp that differ from their defaults."""
+        """Returns the keys of Keras' class, and the arguments of kmp that are not the defaults."""
         config = super().get_config()
         if self.jit_compile != "auto":
             config["jit_compile"] = self.jit_compile

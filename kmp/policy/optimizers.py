@@ -55,7 +55,10 @@ def wrap(
 
 
 def wrap_for_compile(identifier: Any) -> keras.optimizers.Optimizer | None:
-    """Returns the optimizer that replaces the `optimizer` argument of `compile`, or `None` if it is `None`."""
+    """Returns the optimizer that replaces the `optimizer` argument of `compile`.
+
+    `None` if it is `None`.
+    """
     optimizer = keras.optimizers.get(identifier)
     if optimizer is None or isinstance(optimizer, LossScaleOptimizer):
         return optimizer
