@@ -180,11 +180,6 @@ class FixedScale:
         """The scale: it cannot back off."""
         return self.initial_scale
 
-    @property
-    def max_scale(self) -> float:
-        """The scale: it cannot grow."""
-        return self.initial_scale
-
     def backs_off(self, state: ScaleState, step: StepOutcome, xp: Any = np) -> Any:
         """Returns a scalar bool, always false."""
         return xp.zeros_like(step.loss_was_finite)

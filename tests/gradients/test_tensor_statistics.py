@@ -125,7 +125,7 @@ def test_squares_beyond_float32_and_nonfinite_gradients_have_a_sum_and_a_maximum
 
 def test_large_gradients_are_measured_one_after_the_other_under_xla():
     def operations_of(count):
-        """Returns how often operations occur that the dependency on the gradient before creates and uses."""
+        """Returns how many operations the dependency on the gradient before creates and uses."""
         measure = tf.function(lambda *values: tuple(gradient_statistics(values)), jit_compile=True)
         lowered = measure.experimental_get_compiler_ir(*[tf.ones([LARGE])] * count)(stage="hlo")
         return np.array([lowered.count("compare("), lowered.count("select(")])

@@ -1,4 +1,4 @@
-"""A skipped step leaves the state of the layers unchanged: in `fit`, and in a custom loop with `kmp.guard`."""
+"""A skipped step leaves the state of the layers unchanged, in `fit` and under `kmp.guard`."""
 
 import keras
 import numpy as np
@@ -92,7 +92,7 @@ def fit(model, corrupt_value=None):
 
 
 def state(model):
-    """All float state: the weights, the states of stateful RNNs and the moments of the optimizer."""
+    """All float state: weights, states of stateful RNNs and moments of the optimizer."""
     rnn_states = [
         state
         for layer in model.layers
@@ -198,7 +198,7 @@ def test_skipped_first_step_of_an_unbuilt_model_leaves_initial_state(name, mode,
 
 
 class TwoOptimizers(keras.Model):
-    """Trains its first layer, whose gradients overflow, and its last one with different optimizers."""
+    """Has an optimizer for its first layer, whose gradients overflow, and one for its last."""
 
     def __init__(self, first):
         super().__init__()

@@ -1,4 +1,4 @@
-"""Saving and loading: with kmp's optimizer and Keras', and in a process that does not import kmp."""
+"""Saving and loading: with kmp's optimizer and Keras', and in a process without kmp."""
 
 import subprocess
 import sys

@@ -12,14 +12,12 @@ from kmp.scaling import DynamicScale, FixedScale, ScaleState, StepOutcome
 
 powers = st.integers(-14, 20).map(lambda exponent: 2.0**exponent)
 OUTCOMES = [(False, True), (True, True), (True, False)]  # pairs (overflowed, loss_was_finite)
-
-
 DTYPES = ["float32", "int64", "int64"]
 NAMESPACES = {np: np.asarray, ops: tf.constant}  # of arrays, with what makes one
 
 
 def states_of(rule, outcomes, xp=ops):
-    """Yields the state after each step of pairs (overflowed, loss_was_finite), as Python numbers."""
+    """Yields the state after each step of pairs (overflowed, loss_was_finite), as numbers."""
     array = NAMESPACES[xp]
     counts = [array(0, "int64")] * 2
     state = ScaleState(array(rule.initial_scale, "float32"), *counts)
@@ -31,7 +29,7 @@ def states_of(rule, outcomes, xp=ops):
 
 
 def assert_equals_reference(arguments, length, compile_step=lambda step: step):
-    """Compares the rule with the reference after each step of every sequence of outcomes of a length, all at once."""
+    """Compares the rule with the reference after each step of every sequence of a length."""
     rule, sequences = DynamicScale(**arguments), list(itertools.product(OUTCOMES, repeat=length))
     references = [ReferenceRule(**{"initial_scale": 2.0**15} | arguments) for _ in sequences]
     state = (
