@@ -395,11 +395,10 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
             raise ValueError(
                 "The optimizer is not built. Pass `trainable_variables`, or call `build` first."
             )
-        variables = trainable_variables
-        if variables is None:
-            variables = self._trainable_variables
-        check_shapes(grads, list(variables))
-        return list(variables)
+        given = self._trainable_variables if trainable_variables is None else trainable_variables
+        variables = list(given)
+        check_shapes(grads, variables)
+        return variables
 
     def snapshot(self) -> Snapshot:
         """Reads the loss scale, the counters and the last gradient sample from the device.
