@@ -17,8 +17,9 @@ require_tensorflow()
 from kmp import advice, callbacks, layers, optimizer, records, scaling
 from kmp.advice import advise, what_if
 from kmp.conversion import Plan, audit, convert, to_float32
+from kmp.guarding import guard
 from kmp.optimizer import LossScaleOptimizer
-from kmp.policy import disable, enable, gpus, graph_rewrite, guard, wrap
+from kmp.policy import disable, enable, gpus, graph_rewrite, wrap
 from kmp.records import load_run
 from kmp.utils import __version__ as __version__
 

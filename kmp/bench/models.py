@@ -8,11 +8,10 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from kmp import layers
+from kmp import guarding, layers
 from kmp.backend import global_policy, sublayers
 from kmp.bench.measurement import MODES
 from kmp.optimizer import LossScaleOptimizer
-from kmp.policy import guarding
 from kmp.utils import FLOAT32
 
 # How the loss is scaled.
@@ -145,7 +144,7 @@ def compiled_model(task: Task, policy: str, scaling: str, mode: str) -> keras.Mo
     options = {"jit_compile": MODES[mode], "auto_scale_loss": False}
     model.compile(optimizer, "sparse_categorical_crossentropy", **options)
     if scaling == OURS:
-        guarding.install(model)
+        guarding.guard_train_step(model)
     return model
 
 

@@ -9,10 +9,10 @@ from typing import Any
 
 import keras
 
+from kmp import guarding
 from kmp.callbacks.training_records import Record
 from kmp.diagnosis import thresholds
 from kmp.optimizer import LossScaleOptimizer
-from kmp.policy import all_optimizers_of, guarding
 from kmp.records import Snapshot, check_record
 from kmp.replay import (
     MOST_EXAMPLES,
@@ -56,14 +56,16 @@ class BatchReplayer:
     """
 
     def __init__(self, model: keras.Model, optimizer: LossScaleOptimizer) -> None:
-        guard = guarding.guard_of(model)
+        guard = guarding.guarded_step_of(model)
         assert guard is not None
         is_custom = not guarding.has_keras_step(model)
         run = guard.own_step or functools.partial(type(model).train_step, model)
         self._model = model
         # A step that runs eagerly runs its Python code each time, which may count the calls.
         self._step = TrainStep(
-            None if is_custom and model.run_eagerly else run, all_optimizers_of(model), is_custom
+            None if is_custom and model.run_eagerly else run,
+            guarding.all_optimizers_of(model),
+            is_custom,
         )
         self.is_new = guard.capture is None or guard.capture.optimizer is not optimizer
         if self.is_new:

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 import keras
 
+from kmp import guarding
 from kmp.advice import Finding
 from kmp.advice.diagnose import finding_of
 from kmp.backend import (
@@ -22,7 +23,6 @@ from kmp.diagnosis import Cure, RunMetrics, cure_of
 from kmp.diagnosis.precision_causes import Repaired
 from kmp.diagnosis.soundness import is_harmful
 from kmp.optimizer import LossScaleOptimizer
-from kmp.policy import guarding
 from kmp.records import Replay
 from kmp.utils import FLOAT32, user_messages
 
@@ -148,7 +148,7 @@ class Repairer:
     def _set_to_float32(self, changed: Sequence[keras.Layer]) -> None:
         for layer in changed:
             layer.dtype_policy = FLOAT32.name
-        guard = guarding.guard_of(self._model)
+        guard = guarding.guarded_step_of(self._model)
         if guard:
             guard.has_fallback = True
         self._model.make_train_function(force=True)

@@ -5,6 +5,7 @@ from typing import Any
 
 import keras
 
+from kmp import guarding
 from kmp.backend import distribution
 from kmp.callbacks import stuck_detector
 from kmp.callbacks.batch_replayer import BatchReplayer
@@ -14,7 +15,6 @@ from kmp.callbacks.report_writer import ReportWriter
 from kmp.callbacks.stuck_detector import Streak, StuckDetector
 from kmp.callbacks.training_records import Logs, Record
 from kmp.optimizer import LossScaleOptimizer
-from kmp.policy import guarding
 
 _CHECKED_EVERY = 32  # batches; each check copies 64 bytes from the device
 _STREAK = (
@@ -55,7 +55,7 @@ class Training:
         has_one_replica = model.distribute_strategy.num_replicas_in_sync == 1
         is_new = self.recorder.prepare()
         if is_of_model:
-            is_new |= guarding.install(model)
+            is_new |= guarding.guard_train_step(model)
         if monitor.replay and is_of_model and has_one_replica:
             self._replayer = BatchReplayer(model, self._optimizer)
             is_new |= self._replayer.is_new

@@ -13,6 +13,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from kmp import guarding
 from kmp.backend import (
     compute_dtypes,
     created_layers,
@@ -23,7 +24,6 @@ from kmp.backend import (
 )
 from kmp.gradients import paths_of
 from kmp.optimizer import LossScaleOptimizer
-from kmp.policy import guarding
 from kmp.records import (
     HIGHEST_NUMBER,
     MOST_METRICS,

@@ -1,4 +1,4 @@
-"""Samples gradients in the compiled step, and measures from outside of it how a step changed the weights."""
+"""Samples gradients in the training step, and measures outside of it what the step changed."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -25,10 +25,11 @@ def paths_of(variables: Variables) -> list[str]:
 
 
 class GradientSampler:
-    """Stores the last gradient sample and the sampling interval, which callbacks set and the compiled step reads.
+    """Stores the last gradient sample, and when the training step takes the next one.
 
-    Changing the interval or pausing does not retrace the step. With several callbacks it is the
-    greatest common divisor of their intervals, so that each callback gets the samples it requested.
+    Callbacks set the interval, and the compiled step reads it. Changing the interval or pausing
+    does not retrace the step. With several callbacks it is the greatest common divisor of their
+    intervals, so that each callback gets the samples it requested.
 
     Args:
         steps_taken: Returns the number of steps that the optimizer has taken.
@@ -48,18 +49,21 @@ class GradientSampler:
         self._step: Any = None
 
     def build(self, variables: Variables) -> None:
-        """Sets the variables to sample, without those that Keras overwrites with their gradient: float8 scales."""
+        """Sets the variables to sample, without float8 scales.
+
+        Those are variables that Keras overwrites with their gradient.
+        """
         self._paths = paths_of(variables)
-        self._indices = [
-            index for index, variable in enumerate(variables) if not is_overwritten(variable)
-        ]
+        kept = [not is_overwritten(variable) for variable in variables]
+        self._indices = [index for index, is_kept in enumerate(kept) if is_kept]
         if self.is_active:
             self._create_storage()
 
     def start(self, owner: Any, every_n_steps: int, first: int = 0) -> bool:
-        """Samples the step `first`, if it is not 0, and each step divisible by `every_n_steps`, until `stop`.
+        """Samples each step divisible by `every_n_steps`, until `stop`.
 
-        A second call for the same owner, which must support weak references, replaces its interval.
+        Also the step `first`, if it is not 0. A second call for the same owner, which must support
+        weak references, replaces its interval.
 
         Returns:
             Whether functions traced before must be traced again, because they cannot sample. In
@@ -89,7 +93,9 @@ class GradientSampler:
         step: Callable[[], Any],
         unscaled: bool,
     ) -> None:
-        """Measures gradients, times the scale, if the current step is due; part of the training step.
+        """Measures gradients, times the scale, if the current step is due.
+
+        It is part of the training step.
 
         Args:
             gradients: At least one that is not `None`.
@@ -100,11 +106,11 @@ class GradientSampler:
         """
         present = next(gradient for gradient in gradients if gradient is not None)
         is_due = self._clock.is_due(step, values_of(present))
-        ops.cond(
-            is_due,
-            outlined(lambda: self._record(gradients, scale(), step(), unscaled)),
-            lambda: None,
-        )
+
+        def record() -> None:
+            self._record(gradients, scale(), step(), unscaled)
+
+        ops.cond(is_due, outlined(record), lambda: None)
 
     def read(self, order: Sequence[int], steps: int) -> GradientSample | None:
         """Returns the last sample of this process' replicas, or `None` if there is none.
@@ -115,21 +121,23 @@ class GradientSampler:
                 step is ignored.
         """
         self._clock.follow(steps)
-        if self._step is None or not 0 < (step := int(self._step.numpy())) <= steps:
+        step = 0 if self._step is None else int(self._step.numpy())
+        if not 0 < step <= steps:
             return None
         row_of = {index: row for row, index in enumerate(self._indices)}
-        rows = [row_of[index] for index in order if index in row_of]
-        counts, amax, square_sum = map(
-            distribution.local_values, (self._counts, self._amax, self._square_sum)
-        )
+        sampled = [index for index in order if index in row_of]
+        rows = [row_of[index] for index in sampled]
+        counts = np.sum(distribution.local_values(self._counts), axis=0)
+        amax = np.max(distribution.local_values(self._amax), axis=0)
+        square_sum = np.sum(distribution.local_values(self._square_sum), axis=0)
         scale = float(self._scale.numpy())
         return GradientSample(
             step,
             scale,
-            tuple(self._paths[self._indices[row]] for row in rows),
-            np.sum(counts, axis=0)[rows],
-            amax=np.max(amax, axis=0)[rows].astype(np.float64),
-            norm=np.sqrt(np.sum(square_sum, axis=0))[rows] / scale,
+            tuple(self._paths[index] for index in sampled),
+            counts[rows],
+            amax=amax[rows].astype(np.float64),
+            norm=np.sqrt(square_sum)[rows] / scale,
         )
 
     def _create_storage(self) -> None:
@@ -146,15 +154,16 @@ class GradientSampler:
     def _common_interval(self) -> int:
         # An owner with `NEVER` only prepares the step: the greatest common divisor with it would
         # sample more often.
-        return math.gcd(*(each for each in self._intervals.values() if each < NEVER)) or NEVER
+        intervals = [each for each in self._intervals.values() if each < NEVER]
+        return math.gcd(*intervals) or NEVER
 
     def _record(self, gradients: Gradients, scale: Any, step: Any, is_unscaled: bool) -> None:
         if not self._indices:
             return
         sampled = [gradients[index] for index in self._indices]
-        statistics = gradient_statistics(
-            multiply_gradients(sampled, scale) if is_unscaled else sampled
-        )
+        if is_unscaled:
+            sampled = multiply_gradients(sampled, scale)
+        statistics = gradient_statistics(sampled)
         self._counts.assign(statistics.counts)
         self._amax.assign(statistics.amax)
         self._square_sum.assign(statistics.square_sum)
@@ -179,10 +188,19 @@ def copies_of(variables: Mapping[str, Any]) -> dict[str, tf.Tensor]:
 def with_updates(
     sample: GradientSample, before: Mapping[str, Any], after: Mapping[str, Any]
 ) -> GradientSample:
-    """Returns the sample with what changed from the weights before a step to those after it, unless one is missing."""
+    """Returns the sample with what changed from the weights before a step to those after it.
+
+    The sample is returned as it is if a weight is missing.
+    """
     if not sample.names or not set(sample.names) <= before.keys() & after.keys():
         return sample
-    old, new = ([weights[name] for name in sample.names] for weights in (before, after))
+    old = [before[name] for name in sample.names]
+    new = [after[name] for name in sample.names]
+    statistics = update_statistics(old, new)
     return replace(
-        sample, **{name: values.numpy() for name, values in update_statistics(old, new).items()}
+        sample,
+        weight_norm=statistics.weight_norm.numpy(),
+        update_norm=statistics.update_norm.numpy(),
+        updates=statistics.updates.numpy(),
+        lost_updates=statistics.lost_updates.numpy(),
     )

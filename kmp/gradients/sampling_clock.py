@@ -33,15 +33,16 @@ class SamplingClock:
         self._host_steps: list[keras.Variable] = []
 
     def set(self, interval: int, step: int) -> None:
-        """Makes the given `step`, if it is not 0, and each step that `interval` divides due from the next one on."""
-        if (
-            not self._on_host and not tf.distribute.has_strategy()
-        ):  # whose variables are on the devices of replicas
+        """Makes each step that `interval` divides due, from the next one on.
+
+        Also the given `step`, if it is not 0.
+        """
+        # The variables of a strategy are on the devices of replicas.
+        if self._on_host is None and not tf.distribute.has_strategy():
+            names = [f"sample_steps_{replica}" for replica in range(self._replicas)]
             with tf.device("CPU:0"):
                 self._on_host = _Schedule()
-                self._host_steps = [
-                    _scalar(0, f"sample_steps_{replica}") for replica in range(self._replicas)
-                ]
+                self._host_steps = [_scalar(0, name) for name in names]
         self._on_device.set(interval, step)
         if self._on_host:
             self._on_host.set(interval, step)

@@ -20,11 +20,9 @@ _MAX_TENSORS = 512
 
 def values_of(gradient: Any) -> tf.Tensor:
     """Returns the values of a dense gradient or `tf.IndexedSlices`."""
-    return (
-        gradient.values
-        if isinstance(gradient, tf.IndexedSlices)
-        else ops.convert_to_tensor(gradient)
-    )
+    if isinstance(gradient, tf.IndexedSlices):
+        return gradient.values
+    return ops.convert_to_tensor(gradient)
 
 
 class TensorGroup(NamedTuple):
@@ -56,7 +54,10 @@ class TensorGroup(NamedTuple):
         return tf.cast(self.per_tensor(tf.cast(counts, tf.float64)), tf.int64)
 
     def square_sum(self, values: tf.Tensor) -> tf.Tensor:
-        """Sums squares of each tensor in float64, because they can exceed float32's range; shape `(tensors,)`."""
+        """Sums squares of each tensor: float64 of shape `(tensors,)`.
+
+        They can exceed float32's range.
+        """
         values = tf.cast(values, tf.float64)
         if len(self.padding) == 1:
             return tf.reshape(2.0 * tf.nn.l2_loss(values), [1])  # does not store the squares
@@ -90,9 +91,10 @@ def group_indices(tensors: Sequence[tf.Tensor], large: int, max_elements: int) -
 
 
 def rows_of(tensors: Sequence[tf.Tensor]) -> tuple[tf.Tensor, np.ndarray]:
-    """Returns tensors of one dtype and any shapes as rows, and the index of the tensor that each row belongs to.
+    """Returns tensors of one dtype as rows, and the index of the tensor that each row belongs to.
 
-    A single tensor has its own rows; several are padded with zeros to rows of 512.
+    The tensors have any shapes. A single tensor has its own rows; several are padded with zeros to
+    rows of 512.
     """
     if len(tensors) == 1:
         size = tensors[0].shape.num_elements()
@@ -102,9 +104,12 @@ def rows_of(tensors: Sequence[tf.Tensor]) -> tuple[tf.Tensor, np.ndarray]:
     sizes = np.array([tensor.shape.num_elements() for tensor in tensors])
     rows = -(-sizes // _ROW_SIZE)
     zeros = functools.cache(functools.partial(tf.zeros, dtype=tensors[0].dtype))
+    padding = (rows * _ROW_SIZE - sizes).tolist()
     parts = []
-    for tensor, missing in zip(tensors, (rows * _ROW_SIZE - sizes).tolist(), strict=True):
-        parts += [tf.reshape(tensor, flat), *([zeros((missing,))] if missing else [])]
+    for tensor, missing in zip(tensors, padding, strict=True):
+        parts.append(tf.reshape(tensor, flat))
+        if missing:
+            parts.append(zeros((missing,)))
     owners = np.repeat(np.arange(len(tensors), dtype=np.int32), rows)
     return tf.reshape(tf.concat(parts, 0), [-1, _ROW_SIZE]), owners
 
@@ -122,4 +127,5 @@ def join(tensors: Sequence[tf.Tensor]) -> TensorGroup:
 
 def in_order(rows: Sequence[tf.Tensor], groups: list[list[int]]) -> tf.Tensor:
     """Concatenates the results of groups, in the order of the tensors passed to `group_indices`."""
-    return tf.gather(tf.concat(rows, 0), np.argsort([index for group in groups for index in group]))
+    indices = [index for group in groups for index in group]
+    return tf.gather(tf.concat(rows, 0), np.argsort(indices))

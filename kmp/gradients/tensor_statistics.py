@@ -1,4 +1,7 @@
-"""Statistics of gradients and updates as pure tensor operations, which run eagerly, in `tf.function` and under XLA."""
+"""Statistics of gradients and updates as pure tensor operations.
+
+They run eagerly, in `tf.function` and under XLA.
+"""
 
 import math
 from collections.abc import Callable, Sequence
@@ -28,9 +31,8 @@ _INF = 0x7F800000
 _BIASED_EXPONENTS = 2**FLOAT32.exponent_bits
 _BIAS = FLOAT32.max_exponent  # the biased exponent of 1.0
 _SUBNORMAL_EXPONENTS = FLOAT32.fraction_bits
-_MAX_ELEMENTS = (
-    2**24
-)  # in a group: measuring takes several times their memory, and smaller groups take longer to trace
+# In a group: measuring takes several times their memory, and smaller groups take longer to trace.
+_MAX_ELEMENTS = 2**24
 _MAX_PAIRS = 2**22  # the same for weights before and after a step
 
 
@@ -51,6 +53,23 @@ class GradientStatistics(NamedTuple):
     square_sum: tf.Tensor
 
 
+class UpdateStatistics(NamedTuple):
+    """How an optimizer step changed each variable, as in `kmp.records.GradientSample`.
+
+    Args:
+        weight_norm: float64 of shape `(variables,)`: the norm of the weights before the step.
+        update_norm: float64 of shape `(variables,)`: the norm of the change.
+        updates: int64 of shape `(variables,)`: the number of weights that changed.
+        lost_updates: int64 of shape `(variables,)`: the number of those that would not have
+            changed in float16.
+    """
+
+    weight_norm: tf.Tensor
+    update_norm: tf.Tensor
+    updates: tf.Tensor
+    lost_updates: tf.Tensor
+
+
 def gradient_statistics(gradients: Gradients) -> GradientStatistics:
     """Counts the elements of each gradient by binary exponent and measures its magnitude.
 
@@ -66,7 +85,7 @@ def gradient_statistics(gradients: Gradients) -> GradientStatistics:
     return GradientStatistics(*_measure_in_groups(_measure_gradients, [tensors], _MAX_ELEMENTS))
 
 
-def update_statistics(before: Variables, after: Variables) -> dict[str, tf.Tensor]:
+def update_statistics(before: Variables, after: Variables) -> UpdateStatistics:
     """Measures how an optimizer step changed each variable.
 
     Args:
@@ -74,18 +93,10 @@ def update_statistics(before: Variables, after: Variables) -> dict[str, tf.Tenso
             dtype. All are converted to float32, so changes below its precision or its smallest
             normal number are not counted.
         after: The same variables after the step.
-
-    Returns:
-        `weight_norm`, `update_norm`, `updates` and `lost_updates`, as in
-        `kmp.records.GradientSample`.
     """
-    lists = [
-        [ops.convert_to_tensor(weights) for weights in variables] for variables in (before, after)
-    ]
-    statistics = _measure_in_groups(_measure_updates, lists, _MAX_PAIRS)
-    return dict(
-        zip(("weight_norm", "update_norm", "updates", "lost_updates"), statistics, strict=True)
-    )
+    old = [ops.convert_to_tensor(weights) for weights in before]
+    new = [ops.convert_to_tensor(weights) for weights in after]
+    return UpdateStatistics(*_measure_in_groups(_measure_updates, [old, new], _MAX_PAIRS))
 
 
 def _measure_in_groups(
@@ -93,9 +104,10 @@ def _measure_in_groups(
     lists: Sequence[Sequence[tf.Tensor]],
     max_elements: int,
 ) -> list[tf.Tensor]:
-    """Measures tensors group by group: each waits for the previous one, which bounds the memory use.
+    """Measures tensors group by group.
 
-    Without groups, the updates of 400 small variables take ten times as long (November 2026).
+    Each group waits for the previous one, which bounds the memory use. Without groups, the updates
+    of 400 small variables take ten times as long (November 2026).
 
     Args:
         measure: A function that takes a `TensorGroup` of each list. It returns tensors with one row
@@ -107,17 +119,19 @@ def _measure_in_groups(
     groups = group_indices(lists[0], min(max_elements, 2**22), max_elements)
     results: list[tuple[tf.Tensor, ...]] = []
     for indices in groups:
-        with tf.control_dependencies(results[-1] if results else []):
-            first, *others = [[tensors[index] for index in indices] for tensors in lists]
-            if (
-                results and xla.is_tracing()
-            ):  # XLA drops control dependencies, so one tensor depends on the result
-                is_negative = (
-                    tf.reshape(results[-1][0], [-1])[0] < 0
-                )  # always False, but XLA cannot infer that
-                first[0] = tf.where(is_negative, tf.zeros_like(first[0]), first[0])
-            results.append(measure(*map(join, (first, *others))))
+        previous = results[-1] if results else ()
+        with tf.control_dependencies(previous):
+            parts = [[tensors[index] for index in indices] for tensors in lists]
+            if previous and xla.is_tracing():
+                parts[0][0] = _depending_on(previous[0], parts[0][0])
+            results.append(measure(*map(join, parts)))
     return [in_order(rows, groups) for rows in zip(*results, strict=True)]
+
+
+def _depending_on(result: tf.Tensor, tensor: tf.Tensor) -> tf.Tensor:
+    """Returns a tensor that XLA, which drops control dependencies, computes after a result."""
+    is_negative = tf.reshape(result, [-1])[0] < 0  # always False, but XLA cannot infer that
+    return tf.where(is_negative, tf.zeros_like(tensor), tensor)
 
 
 def _measure_updates(before: TensorGroup, after: TensorGroup) -> tuple[tf.Tensor, ...]:
@@ -135,7 +149,8 @@ def _measure_gradients(group: TensorGroup) -> tuple[tf.Tensor, tf.Tensor, tf.Ten
     # Two algorithms, because neither is fast in both modes. On two CPU cores (November 2026), one
     # pass takes 1.3 to 2.1 times as long in graph mode. Few operations take 1.04 to 1.22 times as
     # long under XLA, 1.5 times with subnormals or Inf, and 1.6 times at the first call.
-    counts = (_count_in_one_pass if xla.is_tracing() else _count_in_few_operations)(group)
+    count = _count_in_one_pass if xla.is_tracing() else _count_in_few_operations
+    counts = count(group)
     amax = tf.maximum(tf.reduce_max(group.values, 1), -tf.reduce_min(group.values, 1))
     amax = tf.maximum(group.per_tensor(amax, tf.math.unsorted_segment_max), 0.0)
     amax = tf.where(counts[:, INF_BIN] > 0, math.inf, amax)
@@ -144,7 +159,10 @@ def _measure_gradients(group: TensorGroup) -> tuple[tf.Tensor, tf.Tensor, tf.Ten
 
 
 def _count_in_one_pass(group: TensorGroup) -> tf.Tensor:
-    """Returns the counts from a single histogram; XLA fuses the computation of the bins into the counting loop."""
+    """Returns the counts from a single histogram.
+
+    XLA fuses the computation of the bins into the counting loop.
+    """
     magnitude = _magnitude(group)
     exponent = tf.bitwise.right_shift(magnitude, FLOAT32.fraction_bits)
     subnormal_bin = tf.maximum(_exponent_of_integer(magnitude) - _BIAS + 1, ZERO_BIN)
@@ -154,9 +172,10 @@ def _count_in_one_pass(group: TensorGroup) -> tf.Tensor:
 
 
 def _count_in_few_operations(group: TensorGroup) -> tf.Tensor:
-    """Returns the counts from a histogram of the exponent bits; rare values are counted only if there are any.
+    """Returns the counts from a histogram of the exponent bits.
 
-    Every operation reads the memory again, so as few as possible run on all elements.
+    Rare values are counted only if there are any. Every operation reads the memory again, so as few
+    as possible run on all elements.
     """
     # By biased exponent: 0 for zeros and subnormals, 255 for Inf and NaN. The sign, in front of it,
     # is added up.
@@ -175,10 +194,8 @@ def _count_in_few_operations(group: TensorGroup) -> tf.Tensor:
 
     def count_subnormals_and_infs() -> tuple[tf.Tensor, tf.Tensor]:
         counts = _histograms(_exponent_of_integer(_magnitude(group)), _BIASED_EXPONENTS, group)
-        return (
-            counts[:, _BIAS : _BIAS + _SUBNORMAL_EXPONENTS],
-            group.count_true(tf.math.is_inf(group.values))[:, None],
-        )
+        subnormals = counts[:, _BIAS : _BIAS + _SUBNORMAL_EXPONENTS]
+        return subnormals, group.count_true(tf.math.is_inf(group.values))[:, None]
 
     zeros = tf.cond(tf.reduce_any(lowest > 0), count_zeros, lambda: none)
     subnormal, inf = tf.cond(
@@ -195,7 +212,7 @@ def _magnitude(group: TensorGroup) -> tf.Tensor:
 
 
 def _exponent_of_integer(magnitude: tf.Tensor) -> tf.Tensor:
-    """Converts the integer `magnitude` to float32 and returns the biased exponent of the result; 0 for 0.
+    """Converts the integer `magnitude` to float32, and returns its biased exponent; 0 for 0.
 
     A subnormal equals this integer times 2^-149, and the conversion is exact below 2^24. So
     subnormals map to `_BIAS` through `_BIAS` + 22, and normal numbers to larger values.
@@ -206,7 +223,10 @@ def _exponent_of_integer(magnitude: tf.Tensor) -> tf.Tensor:
 
 
 def _histograms(bins: tf.Tensor, size: int, group: TensorGroup) -> tf.Tensor:
-    """Returns int64 counts of shape `(tensors, size)`; `size` is a power of two, and +0.0 is in bin 0."""
+    """Returns int64 counts of shape `(tensors, size)`.
+
+    `size` is a power of two, and +0.0 is in bin 0.
+    """
     tensors = len(group.padding)
     if tensors > 1:
         bins = tf.bitwise.bitwise_or(group.owners[:, None] * size, bins)
@@ -222,8 +242,6 @@ def _histograms(bins: tf.Tensor, size: int, group: TensorGroup) -> tf.Tensor:
             input=bins, size=tensors * size, weights=weights, binary_output=False
         )
     counts = tf.reshape(tf.cast(counts, tf.int64), [-1, size])
-    return (
-        counts - tf.one_hot([0], size, dtype=tf.int64) * group.padding[:, None]
-        if group.padding.any()
-        else counts
-    )
+    if not group.padding.any():
+        return counts
+    return counts - tf.one_hot([0], size, dtype=tf.int64) * group.padding[:, None]

@@ -22,10 +22,11 @@ _LARGEST_JOINED = 2**20  # elements; joining copies them
 
 
 def before_cast(gradient: Any) -> Any:
-    """Returns the 16-bit gradient from which a float32 gradient in a graph was cast; else the gradient itself.
+    """Returns the 16-bit gradient from which a float32 gradient in a graph was cast.
 
-    A layer casts its float32 weights to 16 bits, so the last operation of the backward pass casts
-    back. Compiled code then reads half the bytes, and fuses the cast.
+    If there is none, it returns the gradient itself. A layer casts its float32 weights to 16 bits,
+    so the last operation of the backward pass casts back. Compiled code then reads half the bytes,
+    and fuses the cast.
     """
     if isinstance(gradient, tf.IndexedSlices):
         return tf.IndexedSlices(
@@ -43,65 +44,66 @@ def before_cast(gradient: Any) -> Any:
 
 
 def with_padded_rows(gradient: Any) -> Any:
-    """Returns a sparse gradient of any number of rows with zeros appended to a power of two; others as they are.
+    """Returns a sparse gradient with rows of zeros appended to a power of two; others as they are.
 
     XLA compiles again for each new number of rows. Adding zeros to the first row of a variable
     changes nothing. The rows are not added up, because optimizers compute with each: Adam squares
     them.
     """
-    if (
-        not isinstance(gradient, tf.IndexedSlices)
-        or gradient.values.shape.num_elements() is not None
-    ):
+    if not isinstance(gradient, tf.IndexedSlices):
+        return gradient
+    if gradient.values.shape.num_elements() is not None:
         return gradient
     with tf.device("CPU:0"):  # sizes are on the host
         count = tf.shape(gradient.indices)[0]
-        exponent = tf.math.ceil(
-            tf.math.log(tf.cast(tf.maximum(count, 1), tf.float64)) / np.log(2.0)
-        )
-        missing = tf.maximum(tf.cast(2.0**exponent, tf.int32) - count, 0)
-    values = tf.pad(gradient.values, [[0, missing], *[[0, 0]] * (len(gradient.values.shape) - 1)])
-    return tf.IndexedSlices(values, tf.pad(gradient.indices, [[0, missing]]), gradient.dense_shape)
+        log = tf.math.log(tf.cast(tf.maximum(count, 1), tf.float64)) / np.log(2.0)
+        missing = tf.maximum(tf.cast(2.0 ** tf.math.ceil(log), tf.int32) - count, 0)
+    of_rows = [[0, 0]] * (len(gradient.values.shape) - 1)
+    values = tf.pad(gradient.values, [[0, missing], *of_rows])
+    indices = tf.pad(gradient.indices, [[0, missing]])
+    return tf.IndexedSlices(values, indices, gradient.dense_shape)
 
 
 def multiply_gradients(gradients: Gradients, factor: Any) -> list[Any]:
-    """Returns gradients times a loss scale or its reciprocal, in float32 or, for float64 gradients, in float64."""
-    products = []
-    for gradient in gradients:
-        product = gradient
-        if gradient is not None:
-            values = values_of(gradient)
-            dtype = tf.float64 if values.dtype == tf.float64 else tf.float32
-            # `tf.multiply` adds Python overhead that would dominate the tracing time of a large
-            # model.
-            product = tf.raw_ops.Mul(x=tf.cast(values, dtype), y=tf.cast(factor, dtype))
-            if isinstance(gradient, tf.IndexedSlices):
-                product = tf.IndexedSlices(product, gradient.indices, gradient.dense_shape)
-        products.append(product)
-    return products
+    """Returns gradients times a loss scale or its reciprocal, in float32.
+
+    Those of float64 gradients are in float64.
+    """
+    return [None if each is None else _multiply(each, factor) for each in gradients]
+
+
+def _multiply(gradient: Any, factor: Any) -> Any:
+    values = values_of(gradient)
+    dtype = tf.float64 if values.dtype == tf.float64 else tf.float32
+    # `tf.multiply` adds Python overhead that would dominate the tracing time of a large model.
+    product = tf.raw_ops.Mul(x=tf.cast(values, dtype), y=tf.cast(factor, dtype))
+    if isinstance(gradient, tf.IndexedSlices):
+        return tf.IndexedSlices(product, gradient.indices, gradient.dense_shape)
+    return product
 
 
 def unscale_for_update(gradients: Gradients, variables: Variables, divisor: Any) -> list[Any]:
-    """Returns gradients divided by the loss scale, from 2^-126 to 2^126, in the dtypes of their variables.
+    """Returns gradients divided by the loss scale, in the dtypes of their variables.
 
-    The gradient of a variable that Keras overwrites with it, such as a float8 scale, is returned
-    unchanged.
+    The scale is from 2^-126 to 2^126. The gradient of a variable that Keras overwrites with it,
+    such as a float8 scale, is returned unchanged.
     """
     # XLA fuses a multiplication into the loops that use it. A division there would take longer than
     # the rest of them.
     unscaled = multiply_gradients(gradients, 1.0 / divisor)
-    return [
-        (
-            gradient
-            if gradient is None or is_overwritten(variable)
-            else tf.cast(result, variable.dtype)
-        )
-        for gradient, variable, result in zip(gradients, variables, unscaled, strict=True)
-    ]
+    for index, (gradient, variable) in enumerate(zip(gradients, variables, strict=True)):
+        if is_overwritten(variable):
+            unscaled[index] = gradient
+        elif gradient is not None:
+            unscaled[index] = tf.cast(unscaled[index], variable.dtype)
+    return unscaled
 
 
 def nonfinite_flag(tensor: Any) -> tf.Tensor:
-    """Returns 1.0 if any element of a gradient or loss is Inf or NaN, else 0.0: a float32 to sum over replicas."""
+    """Returns 1.0 if any element of a gradient or loss is Inf or NaN, else 0.0.
+
+    It is a float32 to sum over replicas.
+    """
     is_finite = ops.all(ops.isfinite(values_of(tensor)))
     return tf.where(is_finite, tf.zeros([]), tf.ones([]))  # float32 whatever Keras' floatx is
 
@@ -122,21 +124,26 @@ def nonfinite_flags(
     single: list[int] = []
     for index, (gradient, variable) in enumerate(zip(gradients, variables, strict=True)):
         (joint if _is_checked_in_float32(gradient, variable) else single).append(index)
-    flags = []
     alone = [gradients[index] for index in single]
-    for gradient in unscale_for_update(alone, [variables[index] for index in single], divisor):
-        flag = tf.zeros([]) if gradient is None else nonfinite_flag(values_of(gradient) * replicas)
-        flags.append(tf.reshape(flag, [1]))
+    of_alone = [variables[index] for index in single]
+    unscaled = unscale_for_update(alone, of_alone, divisor)
+    flags = [_single_flag(gradient, replicas) for gradient in unscaled]
     if joint:
-        flags.append(
-            _joint_flags([values_of(gradients[index]) for index in joint], divisor, replicas)
-        )
+        tensors = [values_of(gradients[index]) for index in joint]
+        flags.append(_joint_flags(tensors, divisor, replicas))
     joined = tf.concat(flags, 0)
     return tf.gather(joined, np.argsort(single + joint)) if single else joined
 
 
+def _single_flag(gradient: Any, replicas: int) -> tf.Tensor:
+    """Returns the flag of an unscaled gradient, of shape `(1,)`."""
+    if gradient is None:
+        return tf.zeros([1])
+    return tf.reshape(nonfinite_flag(values_of(gradient) * replicas), [1])
+
+
 def _is_checked_in_float32(gradient: Any, variable: Any) -> bool:
-    """Whether a gradient is finite in its variable's dtype exactly if it is in float32, and has a static size."""
+    """Whether a gradient of static size is finite in its variable's dtype as it is in float32."""
     if gradient is None or is_overwritten(variable) or variable.dtype != FLOAT32.name:
         return False
     values = values_of(gradient)
@@ -151,11 +158,11 @@ def _joint_flags(tensors: Gradients, divisor: Any, replicas: int) -> tf.Tensor:
 
 
 def _flags_by_counts(tensors: Gradients, factor: Any) -> tf.Tensor:
-    """Returns the flags of gradients times `factor`, without a branch, for which a GPU would wait for the host.
+    """Returns the flags of gradients times `factor`, without a branch.
 
-    The counts of a large tensor's rows take one kernel under XLA for a GPU, the count of all its
-    elements two. Smaller tensors are concatenated first, in 16 bits where they have 16, which moves
-    few bytes and saves a kernel for each.
+    A GPU would wait for the host to take one. The counts of a large tensor's rows take one kernel
+    under XLA for a GPU, the count of all its elements two. Smaller tensors are concatenated first,
+    in 16 bits where they have 16, which moves few bytes and saves a kernel for each.
     """
     joined: dict[tf.DType, list[int]] = {}
     large: list[int] = []
@@ -178,12 +185,13 @@ def _flags_by_counts(tensors: Gradients, factor: Any) -> tf.Tensor:
 
 
 def _flags_after_one_sum(tensors: Gradients, divisor: Any, replicas: int) -> tf.Tensor:
-    """Returns the flags in graph mode, where a branch on a CPU costs nothing and each operation reads the memory again.
+    """Returns the flags in graph mode.
 
-    If the sum of all elements is finite, as in most steps, one pass over them is enough. Finite
-    numbers can have an infinite sum, and a divisor below 1 can make them infinite: then each is
-    checked. Small tensors are concatenated, so that the step of ResNet-50 has 49 operations for
-    this in place of 434.
+    A branch on a CPU costs nothing there, and each operation reads the memory again. If the sum of
+    all elements is finite, as in most steps, one pass over them is enough. Finite numbers can have
+    an infinite sum, and a divisor below 1 can make them infinite: then each is checked. Small
+    tensors are concatenated, so that the step of ResNet-50 has 49 operations for this in place of
+    434.
     """
     # Below 2^16 elements, copying tensors takes less time than running an operation for each.
     indices = group_indices(tensors, large=2**16, max_elements=2**24)

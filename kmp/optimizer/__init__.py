@@ -1,4 +1,4 @@
-"""`LossScaleOptimizer`: scales the loss, skips steps that overflow, adapts the loss scale and counts."""
+"""`LossScaleOptimizer`: scales the loss, skips steps that overflow, adapts and counts."""
 
 from kmp.optimizer.counters import COUNT_INDEX as COUNT_INDEX
 from kmp.optimizer.inner_optimizer import resolve_optimizer as resolve_optimizer

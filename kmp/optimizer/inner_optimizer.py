@@ -1,4 +1,7 @@
-"""The optimizer that loss scaling wraps: which are accepted, how XLA skips its step, what Keras does not save of it."""
+"""The optimizer that loss scaling wraps.
+
+Which are accepted, how XLA skips a step, and what Keras does not save.
+"""
 
 import contextlib
 import functools
@@ -15,20 +18,20 @@ from kmp.utils import validation
 # Optimizers that write only through `_WRITE_METHODS`; a test checks each of them with all its
 # options.
 _PREDICABLE = (
-    *(
-        "Adadelta",
-        "Adafactor",
-        "Adagrad",
-        "Adam",
-        "AdamW",
-        "Adamax",
-        "Ftrl",
-        "Lamb",
-        "Lion",
-        "Muon",
-        "Nadam",
-    ),
-    *("RMSprop", "SGD", "ScheduleFreeAdamW"),
+    "Adadelta",
+    "Adafactor",
+    "Adagrad",
+    "Adam",
+    "AdamW",
+    "Adamax",
+    "Ftrl",
+    "Lamb",
+    "Lion",
+    "Muon",
+    "Nadam",
+    "RMSprop",
+    "SGD",
+    "ScheduleFreeAdamW",
 )
 _LARGE = 2**22  # elements, as the table of an embedding has
 # The methods that Keras' optimizers call, directly or through `keras.Variable` and their own
@@ -44,7 +47,7 @@ _WRITE_METHODS = (
 
 
 def resolve_optimizer(name: str, value: Any) -> keras.optimizers.Optimizer:
-    """Returns the optimizer that loss scaling will wrap, from an argument that is one, or the name of one."""
+    """Returns the optimizer that loss scaling will wrap, from an argument that is or names one."""
     optimizer = value
     if isinstance(value, str):
         try:
@@ -65,20 +68,23 @@ def resolve_optimizer(name: str, value: Any) -> keras.optimizers.Optimizer:
 def supports_predicated_writes(
     optimizer: keras.optimizers.Optimizer, variables: Sequence[Any] = ()
 ) -> bool:
-    """Whether each write can be predicated; a custom class, learning rate or constraint may write its own variables."""
-    parts = [
-        keras_internals.learning_rate_of(optimizer),
-        *(getattr(each, "constraint", None) for each in variables),
-    ]
-    return type(optimizer) in {
-        getattr(keras.optimizers, name, None) for name in _PREDICABLE
-    } and all(part is None or is_keras_class(type(part)) for part in parts)
+    """Whether each write can be predicated.
+
+    A custom class, learning rate or constraint may write its own variables.
+    """
+    classes = [getattr(keras.optimizers, name, None) for name in _PREDICABLE]
+    if type(optimizer) not in classes:
+        return False
+    constraints = [getattr(each, "constraint", None) for each in variables]
+    parts = [keras_internals.learning_rate_of(optimizer), *constraints]
+    return all(part is None or is_keras_class(type(part)) for part in parts)
 
 
 def supports_updates_of_sums(optimizer: keras.optimizers.Optimizer) -> bool:
-    """Whether the update from gradients that were summed over replicas is that of Keras, which sums them within it.
+    """Whether an update from gradients that were summed over replicas is that of Keras.
 
-    Keras clips and accumulates the gradients of each replica before.
+    Keras sums them within the update, but clips and accumulates the gradients of each replica
+    before.
     """
     options = ("clipnorm", "global_clipnorm", "clipvalue", "gradient_accumulation_steps")
     return all(getattr(optimizer, name, None) is None for name in options)
@@ -86,7 +92,7 @@ def supports_updates_of_sums(optimizer: keras.optimizers.Optimizer) -> bool:
 
 @contextlib.contextmanager
 def without_strategy(optimizer: keras.optimizers.Optimizer) -> Iterator[None]:
-    """Makes an optimizer update variables as if it had been created without a distribution strategy."""
+    """Makes an optimizer update variables as if it had been created without a strategy."""
     with instance_attribute(optimizer, "_distribution_strategy", tf.distribute.get_strategy()):
         yield
 
@@ -95,7 +101,7 @@ def without_strategy(optimizer: keras.optimizers.Optimizer) -> Iterator[None]:
 def predicated_writes(
     optimizer: keras.optimizers.Optimizer, variables: Sequence[Any], skip: tf.Tensor
 ) -> Iterator[None]:
-    """Makes an optimizer's writes have no effect where `skip` is true, while the context is open.
+    """Makes an optimizer's writes have no effect in the context where `skip` is true.
 
     XLA copies every variable that a branch writes: Adam's step with a branch takes 1.20 to 2.45
     times as long as without loss scaling, with predicated writes 1.02 to 1.34 times. In graph mode
@@ -106,13 +112,11 @@ def predicated_writes(
         *keras_internals.variables_to_train(optimizer),
         *keras_internals.optimizer_state(optimizer),
     ]
-    tf_variables = {
-        id(v): v for v in (v.value if isinstance(v, keras.Variable) else v for v in written)
-    }.values()
+    values = [each.value if isinstance(each, keras.Variable) else each for each in written]
+    tf_variables = {id(variable): variable for variable in values}.values()
     zeros = {dtype: tf.zeros([], dtype) for dtype in {variable.dtype for variable in tf_variables}}
-    negative_zeros = {
-        dtype: -zero for dtype, zero in zeros.items()
-    }  # TensorFlow may replace a constant -0.0 by 0.0
+    # TensorFlow may replace a constant -0.0 by 0.0.
+    negative_zeros = {dtype: -zero for dtype, zero in zeros.items()}
     select_by = xla.masks_of(skip)
     for variable in tf_variables:
         zero, negative_zero = zeros[variable.dtype], negative_zeros[variable.dtype]
@@ -131,20 +135,20 @@ def _writes_unless(
     zero: tf.Tensor,
     negative_zero: tf.Tensor,
 ) -> dict[str, Callable[..., Any]]:
-    """Returns replacements of a variable's write methods, which write a neutral value if the step is skipped.
+    """Returns replacements of a variable's write methods, for a step that may be skipped.
 
-    A skipped addition or subtraction writes a zero of the sign that preserves zeros of both signs.
-    This takes fewer operations than a selection between the old value and the sum, so it traces and
-    compiles faster. Large variables get that selection: XLA would share the zero with those to
-    which it adds the rows of a sparse gradient, and read all.
+    A skipped step writes a neutral value. A skipped addition or subtraction writes a zero of the
+    sign that preserves zeros of both signs. This takes fewer operations than a selection between
+    the old value and the sum, so it traces and compiles faster. Large variables get that selection:
+    XLA would share the zero with those to which it adds the rows of a sparse gradient, and read
+    all.
     """
 
     def select(neutral: Any, value: Any) -> tf.Tensor:
         value = tf.convert_to_tensor(value)
         # tf.where adds Python overhead that would dominate the tracing time of a large model.
-        return tf.raw_ops.SelectV2(
-            condition=skip_by(value.shape), t=tf.convert_to_tensor(neutral), e=value
-        )
+        neutral = tf.convert_to_tensor(neutral)
+        return tf.raw_ops.SelectV2(condition=skip_by(value.shape), t=neutral, e=value)
 
     def predicated(write: Callable[..., Any], neutral: Any) -> Callable[..., Any]:
         def write_unless(value: Any, *args: Any, **options: Any) -> Any:
@@ -161,15 +165,17 @@ def _writes_unless(
         name: predicated(getattr(variable, name), each)
         for name, each in zip(_WRITE_METHODS, neutral, strict=True)
     }
-    if (variable.shape.num_elements() or 0) > _LARGE:
-        assign = methods["assign"]
-        methods["assign_add"] = lambda value, *args, **options: assign(
-            variable + value, *args, **options
-        )
-        methods["assign_sub"] = lambda value, *args, **options: assign(
-            variable - value, *args, **options
-        )
-    return methods
+    if (variable.shape.num_elements() or 0) <= _LARGE:
+        return methods
+    assign = methods["assign"]
+
+    def assign_add(value: Any, *args: Any, **options: Any) -> Any:
+        return assign(variable + value, *args, **options)
+
+    def assign_sub(value: Any, *args: Any, **options: Any) -> Any:
+        return assign(variable - value, *args, **options)
+
+    return {**methods, "assign_add": assign_add, "assign_sub": assign_sub}
 
 
 @keras.saving.register_keras_serializable("kmp")
@@ -192,10 +198,7 @@ def _unlisted_variables(optimizer: keras.optimizers.Optimizer) -> dict[str, kera
     of the file, Keras skips the rest of the optimizer's state, and this part is skipped too.
     """
     listed = set(map(id, optimizer.variables))
-    unlisted = [
-        variable
-        for variable in keras_internals.optimizer_state(optimizer)
-        if id(variable) not in listed
-    ]
+    state = keras_internals.optimizer_state(optimizer)
+    unlisted = [variable for variable in state if id(variable) not in listed]
     prefix = f"{type(optimizer).__name__}_{len(listed)}_{len(unlisted)}"
     return {f"{prefix}_{index}": variable for index, variable in enumerate(unlisted)}

@@ -1,20 +1,13 @@
-"""The optimizer that scales the loss.
+"""The optimizer that scales the loss. `kmp.optimizer.step` has the steps that `apply` takes."""
 
-`apply` checks its arguments and takes a step: `_step` measures and agrees, `_update_or_skip`
-updates or skips, and `_adapt_and_count` adapts the loss scale and counts.
-"""
-
-import functools
-from collections.abc import Sequence
 from typing import Any
 
 import keras
-import numpy as np
 import tensorflow as tf
 from keras import ops
 
 from kmp import scaling
-from kmp.backend import distribution, keras_internals, outlined, xla
+from kmp.backend import distribution, keras_internals, xla
 from kmp.gradients import (
     Gradients,
     GradientSampler,
@@ -22,21 +15,19 @@ from kmp.gradients import (
     before_cast,
     is_overwritten,
     multiply_gradients,
-    nonfinite_flags,
     paths_of,
-    unscale_for_update,
     with_padded_rows,
 )
 from kmp.optimizer.counters import COUNT_INDEX, Counters, network_order
+from kmp.optimizer.gradient_checks import check_no_pairs, check_shapes
 from kmp.optimizer.inner_optimizer import (
     InnerState,
-    predicated_writes,
     resolve_optimizer,
     supports_predicated_writes,
-    supports_updates_of_sums,
-    without_strategy,
 )
-from kmp.optimizer.step_monitor import StepLosses, StepMonitor
+from kmp.optimizer.replicated_step import can_compile_on_replicas, take_step_on_replicas
+from kmp.optimizer.step import StepArguments, StepState, bounded_scale, take_step
+from kmp.optimizer.step_monitor import StepMonitor
 from kmp.records import Snapshot
 from kmp.utils import user_messages, validation
 
@@ -126,9 +117,8 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
     inner_state: InnerState
     step_monitor: StepMonitor
     sampler: GradientSampler
-    settings_call: str = (
-        "kmp.LossScaleOptimizer"  # the call that the settings come from, which advice names
-    )
+    # The call that the settings come from, which advice names.
+    settings_call: str = "kmp.LossScaleOptimizer"
 
     def __init__(
         self,
@@ -147,19 +137,11 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         **kwargs: Any,
     ) -> None:
         inner = resolve_optimizer("inner_optimizer", inner_optimizer)
-        if inner.loss_scale_factor is not None:
-            if not scaling.is_dynamic(loss_scale) and loss_scale != inner.loss_scale_factor:
-                raise ValueError(
-                    f"A model has one loss scale. Received: loss_scale={loss_scale!r} and an"
-                    f" optimizer with loss_scale_factor={inner.loss_scale_factor!r}"
-                )
-            loss_scale = inner.loss_scale_factor  # Keras' class resets that of the optimizer
         rule = scaling.loss_scale_rule(
-            loss_scale,
+            _loss_scale_of(inner, loss_scale),
             initial_scale=initial_scale,
-            growth_interval=kwargs.pop(
-                "dynamic_growth_steps", growth_interval
-            ),  # in the config of Keras' class
+            # In the config of Keras' class it has another name.
+            growth_interval=kwargs.pop("dynamic_growth_steps", growth_interval),
             growth_factor=growth_factor,
             backoff_factor=backoff_factor,
             hysteresis=hysteresis,
@@ -169,14 +151,10 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         interval = getattr(rule, "growth_interval", _DEFAULT.growth_interval)
         jit_compile = validation.boolean_or_auto("jit_compile", jit_compile)
         super().__init__(inner, rule.initial_scale, interval, name, **kwargs)
-        for setting in vars(inner).keys() & vars(self).keys() - {
-            "name",
-            "built",
-            *LossScaleOptimizer.__annotations__,
-        }:
-            if not setting.startswith(
-                "_"
-            ):  # Keras' defaults; `__getattr__` returns the inner optimizer's instead
+        # Keras' defaults: `__getattr__` returns the settings of the inner optimizer instead.
+        own = {"name", "built", *LossScaleOptimizer.__annotations__}
+        for setting in (vars(inner).keys() & vars(self).keys()) - own:
+            if not setting.startswith("_"):
                 del self.__dict__[setting]
         self.rule = rule
         self.jit_compile = jit_compile
@@ -184,9 +162,9 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         self.inner_state = InnerState(inner)
         self.step_monitor = StepMonitor(requires_scaling=rule != _NO_SCALE)
         self.sampler = GradientSampler(lambda: self.counters.read_counts().step)
-        self._compiled_step = (
-            tf.function(self._step, jit_compile=True, autograph=False) if jit_compile else None
-        )
+        self._compiled_step: Any = None
+        if jit_compile:
+            self._compiled_step = tf.function(self._step, jit_compile=True, autograph=False)
         # As Keras' `build` does. Here, so that a function which is traced before `build` reads the
         # variable too.
         options = {"shape": (), "aggregation": "none"}
@@ -197,10 +175,12 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         self.dynamic_scale = self.add_variable(
             dtype="float32", initializer=initial, name="dynamic_scale", **options
         )
-        self._order: tuple[
-            int, ...
-        ] = ()  # of the variables, from the input to the loss, in the last trace
+        # Of the variables, from the input to the loss, in the last trace.
+        self._order: tuple[int, ...] = ()
         self._unscaled_order: list[int] = []
+
+    def _step(self, gradients: Gradients, arguments: StepArguments) -> None:
+        take_step(self._step_state, gradients, arguments)
 
     @keras_internals.without_tracking
     def build(self, var_list: Variables) -> None:
@@ -216,11 +196,8 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         self.sampler.build(var_list)
         self._order = tuple(range(len(var_list)))
         self.step_monitor.build_for(len(var_list))
-        if (
-            self.jit_compile is True
-            and tf.distribute.has_strategy()
-            and not self._can_compile_on_replicas
-        ):
+        must_compile = self.jit_compile is True and tf.distribute.has_strategy()
+        if must_compile and not can_compile_on_replicas(self.inner_optimizer, var_list):
             user_messages.warn(_JIT_COMPILE_IGNORED)
 
     @property
@@ -266,18 +243,16 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         """
         grads = list(grads)
         distribution.check_context("unscale", self.built)
-        self.step_monitor.check_scaled()
+        self.step_monitor.stage.check_scaled()
         unscaled = multiply_gradients(grads, 1.0 / self.loss_scale)
         if self.built and len(grads) == len(self._trainable_variables):
             # As in the update, the values of float8 scales are not divided.
-            pairs = zip(grads, unscaled, self._trainable_variables, strict=True)
-            unscaled = [
-                grad if is_overwritten(variable) else quotient for grad, quotient, variable in pairs
-            ]
+            for index, variable in enumerate(self._trainable_variables):
+                if is_overwritten(variable):
+                    unscaled[index] = grads[index]
         self.step_monitor.record_unscaled(unscaled)
-        self._unscaled_order = network_order(
-            grads
-        )  # a clip by the norm of all makes each depend on all
+        # After a clip by the norm of all, each would depend on all.
+        self._unscaled_order = network_order(grads)
         return unscaled
 
     @tf.autograph.experimental.do_not_convert
@@ -288,7 +263,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         *,
         unscaled: bool | None = None,
     ) -> None:
-        """Applies loss-scaled gradients, or skips the step if the loss or one of them is not finite.
+        """Applies loss-scaled gradients, or skips the step if the loss or one is not finite.
 
         Args:
             grads: Gradients: tensors, `tf.IndexedSlices` or `None`, one for each variable. They are
@@ -309,11 +284,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         grads = list(grads)
         distribution.check_context("apply", self.built or not grads)
         variables = self._variables_for(grads, trainable_variables)
-        if unscaled is None:
-            unscaled = self.step_monitor.takes_unscaled(
-                sum(gradient is not None for gradient in grads)
-            )
-        unscaled = validation.boolean("unscaled", unscaled)
+        unscaled = self._are_unscaled(grads, unscaled)
         if not grads:
             return
         # TensorFlow traces a function whose first trace creates variables once more, which must
@@ -321,245 +292,112 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         is_traced_twice = not self.built and not tf.executing_eagerly()
         if not self.built:
             self.build(variables)
-        self._check_variables_are_known(
-            variables
-        )  # Keras has no public name for it, nor for the index
+        # Keras has no public name for it, nor for the index.
+        self._check_variables_are_known(variables)
         indices = tuple(map(self._get_variable_index, variables))
         if not is_traced_twice:
             self.step_monitor.end_apply(unscaled)
+        self._order = self._order_of(grads, indices, unscaled)
+        self._take_step(grads, StepArguments(indices, self._order, unscaled))
+
+    def _are_unscaled(self, grads: Gradients, unscaled: bool | None) -> bool:
+        """Returns the argument `unscaled` of `apply`, or what the order of the calls says."""
+        if unscaled is not None:
+            return validation.boolean("unscaled", unscaled)
+        self.step_monitor.follow_functions()
+        stage = self.step_monitor.stage
+        stage.check_apply(sum(gradient is not None for gradient in grads))
+        return stage.is_unscaled
+
+    def _order_of(
+        self, grads: Gradients, indices: tuple[int, ...], unscaled: bool
+    ) -> tuple[int, ...]:
+        """Returns the indices of all variables, from the input to the loss."""
         positions = self._unscaled_order
         if not unscaled or len(positions) != len(grads):
             positions = network_order(grads)
-        every = range(len(self._trainable_variables))
-        self._order = tuple(dict.fromkeys([*(indices[position] for position in positions), *every]))
-        step: Any = self._step
-        if self.compiles_step:
-            step = self._step_on_replicas if tf.distribute.has_strategy() else self._compiled_step
-        if self.compiles_step or xla.is_tracing():
+        given = [indices[position] for position in positions]
+        return tuple(dict.fromkeys([*given, *range(len(self._trainable_variables))]))
+
+    def _take_step(self, grads: Gradients, arguments: StepArguments) -> None:
+        compiles = self.compiles_step
+        if compiles or xla.is_tracing():
             grads = list(map(before_cast, grads))
         # Outside of the compiled step, for which a branch would wait.
         if self.sampler.is_active:
-            self._sample(grads, indices, unscaled)
-        if self.compiles_step:
-            grads = list(map(with_padded_rows, grads))
-        step(grads, indices, self._order, unscaled)
+            self._sample(grads, arguments)
+        if not compiles:
+            take_step(self._step_state, grads, arguments)
+            return
+        grads = list(map(with_padded_rows, grads))
+        if tf.distribute.has_strategy():
+            take_step_on_replicas(self._step_state, grads, arguments)
+        else:
+            self._compiled_step(grads, arguments)
 
     @property
-    def compiles_step(self) -> bool:
-        """Whether `apply`, called here, is compiled apart from the step around it, and needs no decision of the host.
-
-        Not in a step that is compiled itself.
-        """
-        if not self.jit_compile or xla.is_tracing():
-            return False
-        if tf.distribute.has_strategy():
-            is_possible = self._can_compile_on_replicas and not tf.executing_eagerly()
-            return is_possible and (self.jit_compile is True or xla.has_gpu())
-        if self.jit_compile is True:
-            return True
-        # Compiled code does not see later changes of Python's values. A loop that runs eagerly may
-        # rely on them.
-        can_wait = tf.executing_eagerly() or not xla.has_gpu()
-        return not can_wait and supports_predicated_writes(
-            self.inner_optimizer, self._trainable_variables
+    def _step_state(self) -> StepState:
+        return StepState(
+            inner=self.inner_optimizer,
+            rule=self.rule,
+            scale=self.dynamic_scale,
+            clean_steps=self.step_counter,
+            counters=self.counters,
+            monitor=self.step_monitor,
+            variables=self._trainable_variables,
         )
 
-    @property
-    def _can_compile_on_replicas(self) -> bool:
-        inner = self.inner_optimizer
-        is_predicable = supports_predicated_writes(inner, self._trainable_variables)
-        return is_predicable and supports_updates_of_sums(inner) and distribution.can_update_parts()
-
-    def _sample(self, gradients: Gradients, indices: tuple[int, ...], unscaled: bool) -> None:
+    def _sample(self, gradients: Gradients, arguments: StepArguments) -> None:
         """Samples the gradients if the step is due. Each replica samples its own."""
-        gradient_at = dict(zip(indices, gradients, strict=True))
-        in_order = [gradient_at.get(index) for index in range(len(self._trainable_variables))]
+        gradient_at = dict(zip(arguments.indices, gradients, strict=True))
+        every = range(len(self._trainable_variables))
+        in_order = [gradient_at.get(index) for index in every]
+        if all(gradient is None for gradient in in_order):
+            return
 
         def step() -> Any:
             return self.counters.counts.value[COUNT_INDEX["step"]] + 1
 
-        if any(gradient is not None for gradient in in_order):
-            self.sampler.sample(in_order, lambda: self.loss_scale, step, unscaled)
+        def scale() -> Any:
+            return self.loss_scale
 
-    def _step(
-        self, gradients: Gradients, indices: tuple[int, ...], order: tuple[int, ...], unscaled: bool
-    ) -> None:
-        """Takes a step.
+        self.sampler.sample(in_order, scale, step, arguments.unscaled)
 
-        `indices` are those of the variables among the ones that the optimizer was built on, which
-        `order` sorts from the input to the loss.
+    @property
+    def compiles_step(self) -> bool:
+        """Whether `apply`, called here, is compiled apart from the step around it.
+
+        Such a step needs no decision of the host. A step that is compiled itself contains it.
         """
-        variables = [self._trainable_variables[index] for index in indices]
-        scale = self._bounded_scale()
-        applied_scale = ops.minimum(scale, scaling.LARGEST_APPLIED_SCALE)
-        divisor = tf.ones([]) if unscaled else applied_scale
-
-        # Measure, on each replica.
-        replicas = tf.distribute.get_strategy().num_replicas_in_sync
-        flags = self._flags_of_all(
-            nonfinite_flags(gradients, variables, divisor, replicas), indices, unscaled
-        )
-
-        # Agree, over replicas and workers.
-        losses = self.step_monitor.take_losses()
-        flags, losses = distribution.sum_over_replicas((flags, losses))
-        distribution.in_update_context(
-            functools.partial(self._update_or_skip, variables, order),
-            (scale, divisor, flags, losses),
-            gradients,
-        )
-
-    def _step_on_replicas(
-        self, gradients: Gradients, indices: tuple[int, ...], order: tuple[int, ...], unscaled: bool
-    ) -> None:
-        """Takes a step as `_step` does, with a compiled check and update on each replica.
-
-        Replicas synchronize in between, which compiled code cannot: they agree, and sum the
-        unscaled gradients.
-        """
-        variables = [self._trainable_variables[index] for index in indices]
-        scale = self._bounded_scale()
-        divisor = tf.ones([]) if unscaled else ops.minimum(scale, scaling.LARGEST_APPLIED_SCALE)
-
-        @tf.function(jit_compile=True, autograph=False)
-        def measure(gradients: Gradients, divisor: tf.Tensor) -> tuple[tf.Tensor, list[Any]]:
-            replicas = tf.distribute.get_strategy().num_replicas_in_sync
-            flags = nonfinite_flags(gradients, variables, divisor, replicas)
-            return flags, unscale_for_update(gradients, variables, divisor)
-
-        flags, gradients = measure(gradients, divisor)
-        flags = self._flags_of_all(flags, indices, unscaled)
-        losses = self.step_monitor.take_losses()
-        flags, losses = distribution.sum_over_replicas((flags, losses))
-        present = [index for index, gradient in enumerate(gradients) if gradient is not None]
-        sums = distribution.all_reduce_sum([gradients[index] for index in present])
-        gradients = [
-            dict(zip(present, sums, strict=True)).get(index) for index in range(len(gradients))
-        ]
-        count = len(tf.distribute.get_strategy().extended.worker_devices)
-        state = [*self._trainable_variables, *keras_internals.optimizer_state(self.inner_optimizer)]
-        state += [self.dynamic_scale, self.step_counter, *self.counters.weights]
-        update = functools.partial(self._update_on_replica, variables, order)
-        functions = [tf.function(update, jit_compile=True, autograph=False) for _ in range(count)]
-        distribution.update_parts(functions, state, (scale, tf.ones([]), flags, losses), gradients)
-
-    def _update_on_replica(
-        self, variables: Variables, order: Sequence[int], *arguments: Any
-    ) -> None:
-        with without_strategy(self.inner_optimizer):
-            self._update_or_skip(variables, order, *arguments)
-
-    def _flags_of_all(
-        self, flags: tf.Tensor, indices: tuple[int, ...], unscaled: bool
-    ) -> tf.Tensor:
-        """Returns the flags of all variables that the optimizer was built on, from those of the given gradients."""
-        if unscaled:
-            # A clip by value hides NaN and Inf, and a clip by the norm of all gradients makes all
-            # of them NaN.
-            before_clip = self.step_monitor.take_unscaled_flags(len(indices))
-            flags = tf.where(tf.reduce_any(before_clip > 0), before_clip, flags)
-        count = len(self._trainable_variables)
-        if indices == tuple(range(count)):
-            return flags
-        # A variable without a gradient has the flag 0.
-        return tf.maximum(tf.math.unsorted_segment_max(flags, list(indices), count), 0.0)
-
-    def _update_or_skip(
-        self,
-        variables: Variables,
-        order: Sequence[int],
-        scale: tf.Tensor,
-        divisor: tf.Tensor,
-        flags: tf.Tensor,
-        losses: StepLosses,
-        gradients: Gradients,
-    ) -> None:
-        """Updates the variables unless the loss or a gradient is non-finite; then adapts the scale and counts."""
-        inner = self.inner_optimizer
-        count = functools.partial(
-            self._adapt_and_count, scale=scale, flags=flags, losses=losses, order=order
-        )
-        # XLA would compute the comparison again in each loop that uses it.
-        overflowed = xla.opaque(ops.max(flags) > losses.skip_threshold)
-
-        def update_replica(divisor: tf.Tensor, gradients: Gradients) -> None:
-            # Unscaled inside the branch, so that a skipped step does not pay for it.
-            inner.apply(unscale_for_update(gradients, variables, divisor), list(variables))
-
-        def update() -> None:
-            distribution.on_each_replica(update_replica, divisor, gradients)
-            count(False)
-
-        # Under a strategy a variable has one component per replica, and the optimizer writes the
-        # components.
-        predicates = xla.is_tracing() and not tf.distribute.has_strategy()
-        if predicates and supports_predicated_writes(inner, self._trainable_variables):
-            with predicated_writes(inner, self._trainable_variables, overflowed):
-                update_replica(divisor, gradients)
-            count(overflowed)
-        else:
-            ops.cond(overflowed, outlined(functools.partial(count, True)), update)
-
-    def _adapt_and_count(
-        self,
-        overflowed: Any,
-        scale: tf.Tensor,
-        flags: tf.Tensor,
-        losses: StepLosses,
-        order: Sequence[int],
-    ) -> None:
-        """Adapts the loss scale and counts the step.
-
-        In a branch that one outcome reaches, `overflowed` is a Python bool. That is why each branch
-        calls this, and not `_update_or_skip` after both: a step with callbacks then has 60
-        operations more than the bare step, not 112.
-        """
-        before = self.counters.values()
-        state = scaling.ScaleState(scale, ops.copy(self.step_counter), before.overflows_in_a_row)
-        outcome = scaling.StepOutcome(overflowed, losses.were_finite)
-        after = self.rule.update(state, outcome)
-        self.dynamic_scale.assign(after.scale)
-        self.step_counter.assign(after.clean_steps)
-        is_at_min_scale = ops.logical_and(
-            self.rule.backs_off(state, outcome), scale <= self.rule.min_scale
-        )
-        self.counters.count(before, overflowed, losses, is_at_min_scale, flags > 0, order)
+        inner, variables = self.inner_optimizer, self._trainable_variables
+        if not self.jit_compile or xla.is_tracing():
+            return False
+        is_eager = tf.executing_eagerly()
+        if tf.distribute.has_strategy():
+            is_wanted = self.jit_compile is True or xla.has_gpu()
+            return is_wanted and not is_eager and can_compile_on_replicas(inner, variables)
+        if self.jit_compile is True:
+            return True
+        # Compiled code does not see later changes of Python's values. A loop that runs eagerly may
+        # rely on them.
+        if is_eager or not xla.has_gpu():
+            return False
+        return supports_predicated_writes(inner, variables)
 
     def _variables_for(self, grads: Gradients, trainable_variables: Variables | None) -> list[Any]:
-        """Returns the variables of gradients, or raises an error if there is not one for each, of its shape."""
-        if any(
-            isinstance(gradient, tuple) and not hasattr(gradient, "dtype") for gradient in grads
-        ):
-            raise ValueError(
-                "`apply` takes gradients and variables as two lists: apply(gradients, variables)."
-                " For pairs, call apply_gradients(zip(gradients, variables))."
-            )
-        if not self.built and trainable_variables is None:
+        """Returns the variables of gradients.
+
+        Raises:
+            ValueError: If there is not one for each gradient, of its shape.
+        """
+        check_no_pairs(grads)
+        if trainable_variables is None and not self.built:
             raise ValueError(
                 "The optimizer is not built. Pass `trainable_variables`, or call `build` first."
             )
-        variables = list(
-            self._trainable_variables if trainable_variables is None else trainable_variables
-        )
-        if len(grads) != len(variables):
-            raise ValueError(
-                "`grads` must have one gradient for each variable. "
-                f"Received: {len(grads)} gradients, {len(variables)} variables"
-            )
-        for gradient, variable in zip(grads, variables, strict=True):
-            expected, is_sparse = (
-                tf.TensorShape(variable.shape),
-                isinstance(gradient, tf.IndexedSlices),
-            )
-            received = tf.TensorShape(
-                [None, *gradient.values.shape[1:]] if is_sparse else np.shape(gradient)
-            )
-            if gradient is not None and not expected.is_compatible_with(received):
-                raise ValueError(
-                    f"The gradient of {getattr(variable, 'path', variable.name)!r} must have the"
-                    f" variable's shape {tuple(expected)}. Received: {'rows of ' * is_sparse}shape"
-                    f" {received}"
-                )
+        given = self._trainable_variables if trainable_variables is None else trainable_variables
+        variables = list(given)
+        check_shapes(grads, variables)
         return variables
 
     def snapshot(self) -> Snapshot:
@@ -568,36 +406,62 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         Returns:
             A `kmp.records.Snapshot`. Before the first step it has the initial scale and zeros.
         """
-        counts = self.counters.read(
-            self.paths, has_recorded_loss=self.step_monitor.loss_dtype is not None
-        )
+        counts = self.counters.read_counts()
+        by_variable = self.counters.read_by_variable(self.paths)
+        last_loss, highest_loss = self.counters.read_losses()
+        has_loss = self.step_monitor.loss_dtype is not None and counts.step > 0
         return Snapshot(
+            step=counts.step,
             loss_scale=float(self._bounded_scale()),
             clean_steps=int(self.step_counter.numpy()),
-            sample=self.sampler.read(self._order, counts["step"]),
+            overflow_count=counts.overflow_count,
+            overflows_in_a_row=counts.overflows_in_a_row,
+            nonfinite_loss_count=counts.nonfinite_loss_count,
+            nonfinite_losses_in_a_row=counts.nonfinite_losses_in_a_row,
+            overflows_at_min_scale=counts.overflows_at_min_scale,
+            overflow_origin=self._path_of(counts.origin_number),
+            last_loss=last_loss if has_loss else None,
+            highest_loss=highest_loss if has_loss else None,
+            overflows_by_variable=by_variable.overflows,
+            overflow_origins_by_variable=by_variable.origins,
             loss_dtype=self.step_monitor.loss_dtype,
-            **counts,
+            sample=self.sampler.read(self._order, counts.step),
         )
+
+    def _path_of(self, number: int) -> str | None:
+        """Returns the path of the variable with a number from 1; `None` if there is none."""
+        paths = self.paths
+        return paths[number - 1] if 0 < number <= len(paths) else None
 
     @property
     def paths(self) -> list[str]:
-        """Paths of the variables that the optimizer was built on, in its order; a duplicate path gets a number."""
+        """Paths of the variables that the optimizer was built on, in its order.
+
+        A duplicate path gets a number.
+        """
         return paths_of(self._trainable_variables)
 
     def variables_by_path(self) -> dict[str, Any]:
-        """Returns the trainable variables by path, from the input to the loss; none before the optimizer is built."""
+        """Returns the trainable variables by path, from the input to the loss.
+
+        None before the optimizer is built.
+        """
         items = list(zip(self.paths, self._trainable_variables, strict=True))
         return dict(items[index] for index in self._order)
 
     def get_config(self) -> dict[str, Any]:
-        """Returns the keys of Keras' class, and the arguments of kmp that differ from their defaults."""
+        """Returns the keys of Keras' class, and the arguments of kmp that are not the defaults."""
         config = super().get_config()
         if self.jit_compile != "auto":
             config["jit_compile"] = self.jit_compile
         if isinstance(self.rule, scaling.FixedScale):
-            return config | {"loss_scale": self.rule.initial_scale}
-        ours = ("growth_factor", "backoff_factor", "hysteresis", "min_scale", "max_scale")
-        return config | {k: v for k in ours if (v := getattr(self.rule, k)) != getattr(_DEFAULT, k)}
+            config["loss_scale"] = self.rule.initial_scale
+            return config
+        for name in ("growth_factor", "backoff_factor", "hysteresis", "min_scale", "max_scale"):
+            value = getattr(self.rule, name)
+            if value != getattr(_DEFAULT, name):
+                config[name] = value
+        return config
 
     def exclude_from_weight_decay(self, var_list: Any = None, var_names: Any = None) -> None:
         """Excludes variables from the weight decay of the inner optimizer, as there."""
@@ -611,23 +475,41 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         return getattr(inner, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        is_none = (
-            name == "loss_scale_factor" and value is None
-        )  # as Keras sets it inside of other optimizers
-        if name in _SET_AT_CREATION and "counters" in vars(self) and not is_none:
-            raise AttributeError(
-                f"`{name}` cannot be changed: create a new kmp.LossScaleOptimizer, and compile"
-                " again."
-            )
+        self._check_can_be_set(name, value)
         inner = vars(self).get("inner_optimizer")
-        is_own = (
-            name.startswith("_") or name in vars(self) or name in LossScaleOptimizer.__annotations__
-        )
-        if is_own or hasattr(type(self), name) or inner is None or not hasattr(inner, name):
+        if self._is_own(name) or not hasattr(inner, name):
             super().__setattr__(name, value)
         else:
             setattr(inner, name, value)
 
+    def _check_can_be_set(self, name: str, value: Any) -> None:
+        is_created = "counters" in vars(self)
+        if not is_created or name not in _SET_AT_CREATION:
+            return
+        if name == "loss_scale_factor" and value is None:  # as Keras sets it in other optimizers
+            return
+        raise AttributeError(
+            f"`{name}` cannot be changed: create a new kmp.LossScaleOptimizer, and compile again."
+        )
+
+    def _is_own(self, name: str) -> bool:
+        """Whether an attribute is that of the wrapper, not of the inner optimizer."""
+        if name.startswith("_") or name in vars(self):
+            return True
+        return name in LossScaleOptimizer.__annotations__ or hasattr(type(self), name)
+
     def _bounded_scale(self, highest: float = scaling.LARGEST_SCALE) -> Any:
-        """Returns the scale within the rule's bounds; a file or the user may have written any value to the variable."""
-        return self.rule.bounded(self.dynamic_scale, highest)
+        return bounded_scale(self.rule, self.dynamic_scale, highest)
+
+
+def _loss_scale_of(inner: keras.optimizers.Optimizer, loss_scale: float | str) -> float | str:
+    """Returns the argument `loss_scale`, or that of the optimizer, which Keras' class resets."""
+    factor = inner.loss_scale_factor
+    if factor is None:
+        return loss_scale
+    if not scaling.is_dynamic(loss_scale) and loss_scale != factor:
+        raise ValueError(
+            f"A model has one loss scale. Received: loss_scale={loss_scale!r} and an optimizer with"
+            f" loss_scale_factor={factor!r}"
+        )
+    return factor

@@ -1,13 +1,10 @@
-"""`enable`, `disable`, `wrap` and `guard`. Only this package keeps patches of Keras in place."""
+"""`enable`, `disable` and `wrap`. Only this package keeps patches of Keras in place."""
 
 from kmp.policy import exact_indices as exact_indices
-from kmp.policy import guarding as guarding
 from kmp.policy.active_settings import POLICIES as POLICIES
 from kmp.policy.enabling import Handle, disable, enable, graph_rewrite
 from kmp.policy.gpu_support import Gpu, gpus
-from kmp.policy.guarding import guard
-from kmp.policy.optimizers import all_optimizers_of as all_optimizers_of
 from kmp.policy.optimizers import rewrap as rewrap
 from kmp.policy.optimizers import wrap
 
-__all__ = ["Gpu", "Handle", "disable", "enable", "gpus", "graph_rewrite", "guard", "wrap"]
+__all__ = ["Gpu", "Handle", "disable", "enable", "gpus", "graph_rewrite", "wrap"]

@@ -16,7 +16,7 @@ from weakref import WeakKeyDictionary
 
 import keras
 
-from kmp import layers
+from kmp import guarding, layers
 from kmp.backend import (
     Replacement,
     compute_dtypes,
@@ -26,7 +26,7 @@ from kmp.backend import (
     trainer_fixes,
 )
 from kmp.optimizer import LossScaleOptimizer
-from kmp.policy import exact_indices, guarding, misuse_warnings
+from kmp.policy import exact_indices, misuse_warnings
 from kmp.policy.active_settings import (
     FLOAT16_POLICIES,
     active,
@@ -34,7 +34,7 @@ from kmp.policy.active_settings import (
     is_float16_enabled,
     rewrite_dtypes,
 )
-from kmp.policy.optimizers import optimizers_of, wrap_for_compile
+from kmp.policy.optimizers import wrap_for_compile
 from kmp.utils import FLOAT16, user_messages
 
 _patches: list[Replacement] = []
@@ -111,7 +111,7 @@ def _compile_patch(original: Callable[..., None]) -> Callable[..., None]:
             optimizer, scales = wrap_for_compile(optimizer), False
         original(self, optimizer=optimizer, auto_scale_loss=scales and not active, **arguments)
         if isinstance(self.optimizer, LossScaleOptimizer):
-            guarding.install(self)
+            guarding.guard_train_step(self)
         settings = current_settings()
         _policy_at_compile.pop(self, None)
         if settings:
@@ -131,7 +131,9 @@ def _make_train_function_patch(original: Callable[..., None]) -> Callable[..., N
         # `train_on_batch` calls this in each step: the search for optimizers is for a model that
         # has no guard.
         is_new = (
-            guarding.guard_of(self) is None and bool(optimizers_of(self)) and guarding.install(self)
+            guarding.guarded_step_of(self) is None
+            and bool(guarding.optimizers_of(self))
+            and guarding.guard_train_step(self)
         )
         previous = self.train_function
         original(self, force or is_new)
@@ -154,7 +156,7 @@ def _prepared(model: keras.Model, train_function: Callable[[Any], Any]) -> Calla
 
     def run(iterator: Any) -> Any:
         nonlocal is_first, is_unchecked
-        guard = guarding.guard_of(model)
+        guard = guarding.guarded_step_of(model)
         if guard:
             guard.begin_execution(iterator, is_first)
         is_first = False

@@ -5,10 +5,9 @@ from collections.abc import Iterator
 import keras
 import tensorflow as tf
 
+from kmp import guarding
 from kmp.backend import compute_dtypes, keras_internals, output_layers
 from kmp.optimizer import LossScaleOptimizer
-from kmp.policy import guarding
-from kmp.policy.optimizers import all_optimizers_of
 from kmp.utils import FLOAT16, FLOAT32, user_messages
 
 issued_messages: set[str] = (
@@ -109,8 +108,9 @@ def warn_before_training(model: keras.Model) -> None:
 
     Its own optimizers, if any, must exist already.
     """
-    dtypes, optimizers = compute_dtypes(model), all_optimizers_of(model)
-    if dtypes == {FLOAT32.name} and not getattr(guarding.guard_of(model), "has_fallback", False):
+    dtypes, optimizers = compute_dtypes(model), guarding.all_optimizers_of(model)
+    step = guarding.guarded_step_of(model)
+    if dtypes == {FLOAT32.name} and not (step and step.has_fallback):
         warn_once(model, _NOT_FLOAT16)
     unscaled = [
         optimizer for optimizer in optimizers if not isinstance(optimizer, LossScaleOptimizer)

@@ -1,11 +1,9 @@
-"""Wraps optimizers in `LossScaleOptimizer`, for `wrap` and for `compile`, and finds the optimizers of a model."""
+"""Wraps optimizers in `LossScaleOptimizer`, for `wrap` and for `compile`."""
 
-from collections.abc import Iterable, Iterator
 from typing import Any, Unpack
 
 import keras
 
-from kmp.backend import sublayers
 from kmp.optimizer import LossScaleOptimizer, resolve_optimizer
 from kmp.policy.active_settings import current_settings
 from kmp.scaling import DynamicScale, LossScaleSettings, override
@@ -57,7 +55,10 @@ def wrap(
 
 
 def wrap_for_compile(identifier: Any) -> keras.optimizers.Optimizer | None:
-    """Returns the optimizer that replaces the `optimizer` argument of `compile`, or `None` if it is `None`."""
+    """Returns the optimizer that replaces the `optimizer` argument of `compile`.
+
+    `None` if it is `None`.
+    """
     optimizer = keras.optimizers.get(identifier)
     if optimizer is None or isinstance(optimizer, LossScaleOptimizer):
         return optimizer
@@ -84,30 +85,3 @@ def rewrap(
     wrapped = LossScaleOptimizer(optimizer, **settings)
     wrapped.settings_call = original.settings_call
     return wrapped
-
-
-def optimizers_of(model: keras.Model) -> list[LossScaleOptimizer]:
-    """Returns the `LossScaleOptimizer`s among `all_optimizers_of(model)`, and those of compiled models in it."""
-    nested = [
-        getattr(layer, "optimizer", None)
-        for layer in sublayers(model)
-        if isinstance(layer, keras.Model)
-    ]
-    optimizers = {id(optimizer): optimizer for optimizer in (*all_optimizers_of(model), *nested)}
-    return [
-        optimizer for optimizer in optimizers.values() if isinstance(optimizer, LossScaleOptimizer)
-    ]
-
-
-def all_optimizers_of(model: keras.Model) -> list[keras.optimizers.Optimizer]:
-    """Returns the optimizer a model is compiled with and the optimizers in its attributes, without duplicates."""
-    optimizers = _optimizers_in([model.optimizer, *vars(model).values()])
-    return list({id(optimizer): optimizer for optimizer in optimizers}.values())
-
-
-def _optimizers_in(values: Iterable[Any]) -> Iterator[keras.optimizers.Optimizer]:
-    for value in values:
-        if isinstance(value, keras.optimizers.Optimizer):
-            yield value
-        elif isinstance(value, dict | list | tuple):
-            yield from _optimizers_in(value.values() if isinstance(value, dict) else value)

@@ -1,11 +1,14 @@
-"""The rules of the loss scale: state in, state out. Nothing here writes a variable."""
+"""The rules of the loss scale: state in, state out.
+
+Nothing here writes a variable, or imports TensorFlow: the functions compute with the arrays of any
+namespace `xp` that has NumPy's names, such as `numpy` and `keras.ops`.
+"""
 
 import math
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import tensorflow as tf
-from keras import ops
+import numpy as np
 
 from kmp.utils import FLOAT16, FLOAT32, validation
 
@@ -26,8 +29,8 @@ class ScaleState(NamedTuple):
         overflows_in_a_row: Scalar int64, the number of steps skipped since the last applied step.
 
     Example:
-    >>> start = ScaleState(ops.array(8.0), ops.array(0), ops.array(0))
-    >>> applied = StepOutcome(overflowed=ops.array(False), loss_was_finite=ops.array(True))
+    >>> start = ScaleState(scale=8.0, clean_steps=0, overflows_in_a_row=0)
+    >>> applied = StepOutcome(overflowed=False, loss_was_finite=True)
     >>> int(DynamicScale().update(start, applied).clean_steps)
     1
     """
@@ -42,13 +45,14 @@ class StepOutcome(NamedTuple):
 
     Attributes:
         overflowed: Scalar bool, whether the loss or a gradient was non-finite, so that the step was
-            skipped. A Python bool in a branch of the graph that only one outcome reaches.
+            skipped. A Python bool in a branch of a graph that only one outcome reaches.
         loss_was_finite: Scalar bool, false if a loss of the step was non-finite before scaling, or
             a batch was empty.
 
     Example:
-    >>> state, outcome = ScaleState(*map(ops.array, (8.0, 0, 0))), StepOutcome(ops.array(True), ops.array(False))
-    >>> float(DynamicScale().update(state, outcome).scale)  # the loss itself is NaN or Inf: no scale prevents that
+    >>> state = ScaleState(scale=8.0, clean_steps=0, overflows_in_a_row=0)
+    >>> outcome = StepOutcome(overflowed=True, loss_was_finite=False)
+    >>> float(DynamicScale().update(state, outcome).scale)  # no scale prevents a NaN loss
     8.0
     """
 
@@ -83,8 +87,9 @@ class DynamicScale:
         ValueError: If an argument is outside its range.
 
     Example:
-    >>> rule, state = DynamicScale(hysteresis=2), ScaleState(ops.array(1024.0), ops.array(0), ops.array(0))
-    >>> overflow = StepOutcome(overflowed=ops.array(True), loss_was_finite=ops.array(True))
+    >>> rule = DynamicScale(hysteresis=2)
+    >>> state = ScaleState(scale=1024.0, clean_steps=0, overflows_in_a_row=0)
+    >>> overflow = StepOutcome(overflowed=True, loss_was_finite=True)
     >>> state = rule.update(state, overflow)
     >>> float(state.scale), float(rule.update(state, overflow).scale)
     (1024.0, 512.0)
@@ -99,23 +104,11 @@ class DynamicScale:
     max_scale: float = LARGEST_SCALE
 
     def __post_init__(self) -> None:
-        growth = "a finite number above 1 after rounding to float32, at most 2^127"
-        backoff = "a number between 0 and 1, both excluded after rounding to float32"
         checked = {
             "initial_scale": _scale("initial_scale", self.initial_scale),
             "growth_interval": validation.positive_integer("growth_interval", self.growth_interval),
-            "growth_factor": validation.number(
-                "growth_factor",
-                self.growth_factor,
-                growth,
-                lambda v: 1.0 + _FLOAT32_EPSILON <= v <= LARGEST_SCALE,
-            ),
-            "backoff_factor": validation.number(
-                "backoff_factor",
-                self.backoff_factor,
-                backoff,
-                lambda v: 0.0 < v <= 1.0 - _FLOAT32_EPSILON / 2,
-            ),
+            "growth_factor": _growth_factor(self.growth_factor),
+            "backoff_factor": _backoff_factor(self.backoff_factor),
             "hysteresis": validation.positive_integer("hysteresis", self.hysteresis),
             "min_scale": _scale("min_scale", self.min_scale),
             "max_scale": _scale("max_scale", self.max_scale),
@@ -131,46 +124,33 @@ class DynamicScale:
                 f"initial_scale={self.initial_scale!r}, {bounds}"
             )
 
-    def bounded(self, scale: Any, highest: float = LARGEST_SCALE) -> Any:
-        """Returns a scale loaded from a file, clipped to the bounds; the initial one if it is NaN, Inf, 0 or below."""
-        is_valid = ops.isfinite(
-            ops.log(scale)
-        )  # the logarithm of 0 is -Inf, and of a negative number NaN
-        initial, low, high = (
-            min(each, highest) for each in (self.initial_scale, self.min_scale, self.max_scale)
-        )
-        # `ops.clip` is two operations.
-        clipped = tf.raw_ops.ClipByValue(t=scale, clip_value_min=low, clip_value_max=high)
-        return ops.where(is_valid, clipped, initial)
+    def backs_off(self, state: ScaleState, step: StepOutcome, xp: Any = np) -> Any:
+        """Returns a scalar bool, whether a skipped `step` makes the scale back off.
 
-    def backs_off(self, state: ScaleState, step: StepOutcome) -> Any:
-        """Returns a scalar bool, whether a skipped `step` makes the scale back off, also where it is at `min_scale`."""
-        return ops.logical_and(
-            step.loss_was_finite, state.overflows_in_a_row + 1 >= self.hysteresis
-        )
+        Also where the scale is at `min_scale`.
+        """
+        is_due = state.overflows_in_a_row + 1 >= self.hysteresis
+        return xp.logical_and(step.loss_was_finite, is_due)
 
-    def update(self, state: ScaleState, step: StepOutcome) -> ScaleState:
-        """Returns the state after `step`."""
+    def update(self, state: ScaleState, step: StepOutcome, xp: Any = np) -> ScaleState:
+        """Returns the state after `step`. `xp` is the namespace of the arrays, as `keras.ops`."""
         clean_steps = state.clean_steps + 1
         grows = clean_steps >= self.growth_interval
-        increased = ops.minimum(state.scale * self.growth_factor, self.max_scale)
+        increased = xp.minimum(state.scale * self.growth_factor, self.max_scale)
         applied = ScaleState(
-            ops.where(grows, increased, state.scale),
-            ops.where(grows, ops.zeros_like(clean_steps), clean_steps),
-            ops.zeros_like(state.overflows_in_a_row),
+            scale=xp.where(grows, increased, state.scale),
+            clean_steps=xp.where(grows, xp.zeros_like(clean_steps), clean_steps),
+            overflows_in_a_row=xp.zeros_like(state.overflows_in_a_row),
         )
-        reduced = ops.maximum(state.scale * self.backoff_factor, self.min_scale)
-        skipped = _skipped(
-            state, step, ops.where(self.backs_off(state, step), reduced, state.scale)
-        )
-        return select(step.overflowed, skipped, applied)
+        reduced = xp.maximum(state.scale * self.backoff_factor, self.min_scale)
+        scale = xp.where(self.backs_off(state, step, xp), reduced, state.scale)
+        return _after(step, _skipped(state, step, scale, xp), applied, xp)
 
     def steps_to_min_scale(self, scale: float) -> float:
-        """Returns after how many consecutive overflows, starting from `scale`, one can be at `min_scale`."""
+        """Returns after how many consecutive overflows from `scale` one can be at `min_scale`."""
         backoffs = math.log(self.min_scale / scale, self.backoff_factor)
-        return 1 + max(
-            0, math.ceil(backoffs - 1e-6)
-        )  # the logarithm of an exact power may be 3.0000001
+        # The logarithm of an exact power may be 3.0000001.
+        return 1 + max(0, math.ceil(backoffs - 1e-6))
 
 
 @dataclass(frozen=True)
@@ -192,29 +172,26 @@ class FixedScale:
     initial_scale: float
 
     def __post_init__(self) -> None:
-        object.__setattr__(
-            self, "initial_scale", _scale("loss_scale", self.initial_scale, "'dynamic', or ")
-        )
+        scale = _scale("loss_scale", self.initial_scale, "'dynamic', or ")
+        object.__setattr__(self, "initial_scale", scale)
 
     @property
     def min_scale(self) -> float:
         """The scale: it cannot back off."""
         return self.initial_scale
 
-    def bounded(self, scale: Any, highest: float = LARGEST_SCALE) -> Any:
-        """Returns the fixed scale in place of `scale`, as loaded from a file."""
-        return ops.full_like(scale, min(self.initial_scale, highest))
-
-    def backs_off(self, state: ScaleState, step: StepOutcome) -> Any:
+    def backs_off(self, state: ScaleState, step: StepOutcome, xp: Any = np) -> Any:
         """Returns a scalar bool, always false."""
-        return ops.zeros_like(step.loss_was_finite)
+        return xp.zeros_like(step.loss_was_finite)
 
-    def update(self, state: ScaleState, step: StepOutcome) -> ScaleState:
+    def update(self, state: ScaleState, step: StepOutcome, xp: Any = np) -> ScaleState:
         """Returns the state after `step`: the same scale, and the updated step counts."""
         applied = ScaleState(
-            state.scale, state.clean_steps + 1, ops.zeros_like(state.overflows_in_a_row)
+            scale=state.scale,
+            clean_steps=state.clean_steps + 1,
+            overflows_in_a_row=xp.zeros_like(state.overflows_in_a_row),
         )
-        return select(step.overflowed, _skipped(state, step, state.scale), applied)
+        return _after(step, _skipped(state, step, state.scale, xp), applied, xp)
 
     def steps_to_min_scale(self, scale: float) -> float:
         """Returns infinity: no step overflows at a minimum scale."""
@@ -224,22 +201,41 @@ class FixedScale:
 Rule = FixedScale | DynamicScale
 
 
-def select(condition: Any, if_true: Any, if_false: Any) -> Any:
-    """Returns one of two structures of tensors; the condition may be a Python bool, as in `StepOutcome.overflowed`."""
-    if isinstance(condition, bool):
-        return if_true if condition else if_false
-    return tf.nest.map_structure(lambda *pair: ops.where(condition, *pair), if_true, if_false)
-
-
-def _skipped(state: ScaleState, step: StepOutcome, scale: Any) -> ScaleState:
-    clean_steps = ops.where(
-        step.loss_was_finite, ops.zeros_like(state.clean_steps), state.clean_steps
+def _skipped(state: ScaleState, step: StepOutcome, scale: Any, xp: Any) -> ScaleState:
+    none = xp.zeros_like(state.clean_steps)
+    return ScaleState(
+        scale=scale,
+        clean_steps=xp.where(step.loss_was_finite, none, state.clean_steps),
+        overflows_in_a_row=state.overflows_in_a_row + 1,
     )
-    return ScaleState(scale, clean_steps, state.overflows_in_a_row + 1)
+
+
+def _after(step: StepOutcome, skipped: ScaleState, applied: ScaleState, xp: Any) -> ScaleState:
+    if isinstance(step.overflowed, bool):
+        return skipped if step.overflowed else applied
+    pairs = zip(skipped, applied, strict=True)
+    return ScaleState(*(xp.where(step.overflowed, *pair) for pair in pairs))
 
 
 def _scale(name: str, value: Any, alternatives: str = "") -> float:
+    def accepts(scale: float) -> bool:
+        return FLOAT32.smallest_normal <= scale <= LARGEST_SCALE
+
     expected = f"{alternatives}a finite number from 2^-126 to 2^127 (float32's normal range)"
-    return validation.number(
-        name, value, expected, lambda v: FLOAT32.smallest_normal <= v <= LARGEST_SCALE
-    )
+    return validation.number(name, value, expected, accepts)
+
+
+def _growth_factor(value: Any) -> float:
+    def accepts(factor: float) -> bool:
+        return 1.0 + _FLOAT32_EPSILON <= factor <= LARGEST_SCALE
+
+    expected = "a finite number above 1 after rounding to float32, at most 2^127"
+    return validation.number("growth_factor", value, expected, accepts)
+
+
+def _backoff_factor(value: Any) -> float:
+    def accepts(factor: float) -> bool:
+        return 0.0 < factor <= 1.0 - _FLOAT32_EPSILON / 2
+
+    expected = "a number between 0 and 1, both excluded after rounding to float32"
+    return validation.number("backoff_factor", value, expected, accepts)

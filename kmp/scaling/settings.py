@@ -6,7 +6,7 @@ from kmp.scaling.rules import DynamicScale, FixedScale, Rule
 
 
 class LossScaleSettings(TypedDict, total=False):
-    """The public loss scale arguments, with the meaning and ranges of `DynamicScale` and `loss_scale_rule`."""
+    """The public loss scale arguments, as `DynamicScale` and `loss_scale_rule` explain them."""
 
     loss_scale: float | str
     initial_scale: float
@@ -33,16 +33,15 @@ def loss_scale_rule(loss_scale: float | str = "dynamic", **settings: Any) -> Rul
     if is_dynamic(loss_scale):
         return DynamicScale(**settings)
     fixed = FixedScale(loss_scale)  # type: ignore[arg-type]  # it raises for a string
-    defaults = {"initial_scale": fixed.initial_scale}, vars(DynamicScale())
+    defaults = vars(DynamicScale())
     others = {
         name: value
         for name, value in settings.items()
-        if all(value != each.get(name) for each in defaults)
+        if value != defaults.get(name) and (name, value) != ("initial_scale", fixed.initial_scale)
     }
     if others:
-        DynamicScale(
-            **others
-        )  # raises its own error for an unknown name or a value outside its range
+        # It raises its own error for an unknown name or a value outside its range.
+        DynamicScale(**others)
         raise ValueError(
             f"A fixed loss scale has no other settings. Received: loss_scale={loss_scale!r} with"
             f" {others!r}. Leave them out, or pass loss_scale='dynamic'."
@@ -55,10 +54,9 @@ def override(inherited: LossScaleSettings, **own: Unpack[LossScaleSettings]) -> 
 
     If either has a fixed loss scale, the `own` settings replace all inherited ones.
     """
-    has_fixed = any(
-        not is_dynamic(settings.get("loss_scale", "dynamic")) for settings in (inherited, own)
-    )
-    return own if own and has_fixed else LossScaleSettings(**inherited | own)
+    scales = (settings.get("loss_scale", "dynamic") for settings in (inherited, own))
+    has_fixed = not all(map(is_dynamic, scales))
+    return own if own and has_fixed else LossScaleSettings(**{**inherited, **own})
 
 
 def is_dynamic(loss_scale: Any) -> bool:

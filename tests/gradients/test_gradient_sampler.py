@@ -101,7 +101,7 @@ def test_variables_with_the_same_path_are_measured_separately(enabled):
 @pytest.mark.parametrize("mode", ["graph", "steps_per_execution"])
 @pytest.mark.filterwarnings("ignore:Your input ran out of data:UserWarning")
 def test_end_of_a_dataset_of_unknown_length_counts_no_extra_step(mode):
-    """Keras detects the end by starting a step without a batch, which may run operations that need no batch."""
+    """Keras detects the end by a step without a batch, in which operations may run all the same."""
     model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1, use_bias=False)])
     model.compile(kmp.wrap("sgd", loss_scale=1.0), lambda y, prediction: prediction, **MODES[mode])
     batches = [np.full((2, 1), number, "float32") for number in range(1, 6)]

@@ -125,7 +125,7 @@ def test_squares_beyond_float32_and_nonfinite_gradients_have_a_sum_and_a_maximum
 
 def test_large_gradients_are_measured_one_after_the_other_under_xla():
     def operations_of(count):
-        """Returns how often operations occur that the dependency on the gradient before creates and uses."""
+        """Returns how many operations the dependency on the gradient before creates and uses."""
         measure = tf.function(lambda *values: tuple(gradient_statistics(values)), jit_compile=True)
         lowered = measure.experimental_get_compiler_ir(*[tf.ones([LARGE])] * count)(stage="hlo")
         return np.array([lowered.count("compare("), lowered.count("select(")])
@@ -166,12 +166,12 @@ def test_each_variable_of_any_size_has_its_own_update():
     before = tensors_of(*SHAPES, (LARGE // 2,), (LARGE // 2,), (7,))  # two groups of small ones
     statistics = update_statistics(before, [np.float32(2) * weights for weights in before])
     norms = [np.sqrt(np.sum(np.square(weights, dtype=np.float64))) for weights in before]
-    np.testing.assert_allclose(statistics["weight_norm"], norms, rtol=1e-12)
-    np.testing.assert_allclose(statistics["update_norm"], norms, rtol=1e-12)
+    np.testing.assert_allclose(statistics.weight_norm, norms, rtol=1e-12)
+    np.testing.assert_allclose(statistics.update_norm, norms, rtol=1e-12)
     np.testing.assert_array_equal(
-        statistics["updates"], [np.count_nonzero(weights) for weights in before]
+        statistics.updates, [np.count_nonzero(weights) for weights in before]
     )
-    assert not np.any(statistics["lost_updates"])
+    assert not np.any(statistics.lost_updates)
 
 
 def test_updates_are_measured_relative_to_the_weights():
@@ -180,13 +180,13 @@ def test_updates_are_measured_relative_to_the_weights():
     after = [before[0] + np.float32([lost, 2 * retained, 1e-9, 0.0]), before[1] * np.float32(1.25)]
     statistics = update_statistics(before, after)
     changed = [np.sum(a != b) for a, b in zip(after, before, strict=True)]
-    np.testing.assert_array_equal(statistics["updates"], changed)
-    np.testing.assert_array_equal(statistics["lost_updates"], [1, 0])
+    np.testing.assert_array_equal(statistics.updates, changed)
+    np.testing.assert_array_equal(statistics.lost_updates, [1, 0])
     np.testing.assert_allclose(
-        statistics["weight_norm"], [np.linalg.norm(b.astype(np.float64)) for b in before]
+        statistics.weight_norm, [np.linalg.norm(b.astype(np.float64)) for b in before]
     )
     differences = [(a - b).astype(np.float64) for a, b in zip(after, before, strict=True)]
-    np.testing.assert_allclose(statistics["update_norm"], [np.linalg.norm(d) for d in differences])
+    np.testing.assert_allclose(statistics.update_norm, [np.linalg.norm(d) for d in differences])
 
 
 def test_weight_that_becomes_nan_has_changed_and_one_that_stays_nonfinite_has_not():
@@ -195,5 +195,5 @@ def test_weight_that_becomes_nan_has_changed_and_one_that_stays_nonfinite_has_no
         tf.constant([math.inf, math.nan, math.nan]),
     )
     statistics = update_statistics([before, before], [before, after])
-    np.testing.assert_array_equal(statistics["updates"], [0, 1])
-    np.testing.assert_array_equal(statistics["update_norm"], [0.0, math.nan])
+    np.testing.assert_array_equal(statistics.updates, [0, 1])
+    np.testing.assert_array_equal(statistics.update_norm, [0.0, math.nan])

@@ -23,7 +23,7 @@ def test_only_the_gradients_with_a_nonfinite_element_are_flagged(run_step):
     step = run_step(lambda gradients: nonfinite_flags(gradients, variables, tf.constant(1.0), 1))
 
     def flags(places, nonfinite):
-        """Returns the flags if elements are non-finite; a place is the index of a gradient, and of an element in it."""
+        """Returns the flags if elements are non-finite: pairs of gradient and element."""
         gradients = [gradient.copy() for gradient in largest]
         for index, element in places:
             gradients[index].flat[element] = nonfinite

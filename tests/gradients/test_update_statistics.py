@@ -44,7 +44,7 @@ def measured_steps(samples):
     return [sample.step for sample in samples if np.isfinite(sample.update_norm).all()]
 
 
-def test_updates_of_a_model_built_by_its_first_step_are_measured_from_the_second_sample_five_times_then_every_tenth():
+def test_updates_of_an_unbuilt_model_are_measured_five_times_then_in_every_tenth_sample():
     model = keras.Sequential([keras.layers.Dense(2), kmp.layers.Softmax()])
     model.compile("sgd", "sparse_categorical_crossentropy")
     histogram = kmp.callbacks.GradientHistogram(every_n_steps=1)

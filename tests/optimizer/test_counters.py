@@ -61,7 +61,7 @@ def test_variables_have_the_order_of_the_network_in_a_graph_and_of_the_list_eage
 
 
 class Backwards(keras.Model):
-    """Creates its layers from the loss to the input; the gradient overflows between the second and the third."""
+    """Creates its layers from the loss to the input; the gradient overflows after the second."""
 
     def __init__(self):
         super().__init__()

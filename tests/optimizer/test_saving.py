@@ -1,4 +1,4 @@
-"""Saving and loading: with kmp's optimizer and Keras', and in a process that does not import kmp."""
+"""Saving and loading: with kmp's optimizer and Keras', and in a process without kmp."""
 
 import subprocess
 import sys
@@ -81,6 +81,26 @@ def test_invalid_scale_from_a_checkpoint_is_replaced_by_the_initial_scale():
     optimizer.apply([ops.reshape(optimizer.scale_loss(1.0), [1])], [variable])
     np.testing.assert_array_equal(variable, [0.0])
     assert float(optimizer.dynamic_scale) == 8.0
+
+
+@pytest.mark.parametrize(
+    ("loaded", "bounded"),
+    [
+        (np.inf, 8.0),
+        (0.0, 8.0),
+        (np.nan, 8.0),
+        (-1.0, 8.0),
+        (64.0, 32.0),
+        (1.0, 2.0),
+        (4.0, 4.0),
+    ],
+)
+def test_loaded_scale_is_clipped_to_the_bounds(loaded, bounded):
+    bounds = {"initial_scale": 8.0, "min_scale": 2.0, "max_scale": 32.0}
+    for settings, expected in ((bounds, bounded), ({"loss_scale": 16.0}, 16.0)):
+        optimizer = kmp.LossScaleOptimizer("sgd", **settings)
+        optimizer.dynamic_scale.assign(loaded)
+        assert float(optimizer.loss_scale) == expected
 
 
 def transfer_by_weights(trained, fresh, path):

@@ -73,7 +73,7 @@ if hasattr(keras.optimizers, "MultiOptimizer"):
 
 
 def weights(smallest=0.0):
-    """Weights with zeros of both signs and, optionally, a subnormal: an incorrect predicated write changes these."""
+    """Weights that an incorrect predicated write changes: zeros of both signs, and a subnormal."""
     first = np.array([[0.5, -0.0, smallest], [0.0, -3.0, 1.0]], "float32")
     return [keras.Variable(first, name="a"), Constrained([1.0, -2.0, 3.0])]
 
@@ -96,7 +96,7 @@ def bits(variables):
 
 
 def state_of(optimizer):
-    """All variables in an optimizer's attributes; Keras' own list may lack some, depending on who builds it."""
+    """All variables in an optimizer's attributes, of which Keras' own list may lack some."""
     attributes = {name: value for name, value in vars(optimizer).items() if name != "_variables"}
     return tf.nest.flatten([variables_in(value) for _, value in sorted(attributes.items())])
 
@@ -112,7 +112,7 @@ def state(optimizer, variables):
 
 
 def steps_with_every_pair():
-    """Returns steps (element of the gradient, loss) in which each kind of step follows each kind."""
+    """Returns steps (element of the gradient, loss) in which each category follows each."""
     kinds = [(element, loss) for loss in (1.0, np.nan) for element in (None, np.inf, np.nan)]
     steps = [
         kind

@@ -1,4 +1,4 @@
-"""What `apply` takes its gradients for: the calls of `scale_loss`, `unscale` and `apply` decide, in their order."""
+"""Whether `apply` takes its gradients as unscaled: the order of the calls decides."""
 
 import functools
 
@@ -18,7 +18,7 @@ UNKNOWN = "Pass unscaled=True if they did"
 
 @pytest.fixture(params=["eager", "graph"])
 def run_step(request):
-    """Decorates a step function; XLA compiles what was traced, and does not change the order of the calls."""
+    """Decorates a step function. XLA compiles what was traced, with the calls in that order."""
     return (lambda step: step) if request.param == "eager" else tf.function
 
 
@@ -81,7 +81,7 @@ def test_function_that_scales_a_loss_and_builds_the_optimizer_is_traced_again(we
     np.testing.assert_array_equal(weight, [0.0, 0.0])
 
 
-def test_unscale_and_apply_may_be_traced_into_two_functions_and_an_overflow_that_is_clipped_skips_the_step(
+def test_overflow_that_is_clipped_between_functions_of_unscale_and_apply_skips_the_step(
     weight,
 ):
     optimizer = optimizer_for(weight)
@@ -402,3 +402,13 @@ def test_mark_of_a_batch_without_rows_ends_with_its_train_step(weight):
         optimizer.scale_loss(1.0)
         optimizer.apply([tf.constant([np.inf, 1.0])], [weight])
         assert optimizer.snapshot().overflow_count == (not is_empty)
+
+
+def test_batch_without_rows_updates_nothing_also_if_its_gradients_are_finite(weight):
+    # As with a loss that is a sum.
+    optimizer = optimizer_for(weight)
+    optimizer.step_monitor.begin_train_step(tf.constant(True))
+    optimizer.scale_loss(0.0)
+    optimizer.apply([tf.constant([SCALE, 0.0])], [weight])
+    np.testing.assert_array_equal(weight, [1.0, 2.0])
+    assert (optimizer.snapshot().step, optimizer.snapshot().overflow_count) == (1, 0)

@@ -1,4 +1,4 @@
-"""Settings of the inner optimizer are read and set on the wrapper, which is what users have in `model.optimizer`."""
+"""Settings of the inner optimizer are read and set on the wrapper, `model.optimizer`."""
 
 import keras
 import numpy as np

@@ -7,16 +7,16 @@ import tensorflow as tf
 from conftest import MODES, sequential
 
 import kmp
-from kmp.policy import guarding
+from kmp import guarding
 from kmp.replay import BatchCapture, batch_capture
 
 pytestmark = pytest.mark.usefixtures("enabled")
 
 
 def with_capture(model):
-    guarding.install(model)
-    guarding.guard_of(model).capture = BatchCapture(model, model.optimizer)
-    return model, guarding.guard_of(model).capture
+    guarding.guard_train_step(model)
+    guarding.guarded_step_of(model).capture = BatchCapture(model, model.optimizer)
+    return model, guarding.guarded_step_of(model).capture
 
 
 def captured_model(mode, optimizer="sgd"):

@@ -12,7 +12,7 @@ from test_batch_replay import named
 
 import kmp
 from kmp.diagnosis.soundness import error_origin, is_harmful
-from kmp.policy import all_optimizers_of
+from kmp.guarding import all_optimizers_of
 from kmp.replay import Passes, StepContext, TrainStep, replay
 
 pytestmark = pytest.mark.usefixtures("enabled")

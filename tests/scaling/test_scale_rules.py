@@ -1,30 +1,35 @@
 import itertools
-import math
 
 import numpy as np
 import pytest
 import tensorflow as tf
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from keras import ops
 from reference import ReferenceRule
 
 from kmp.scaling import DynamicScale, FixedScale, ScaleState, StepOutcome
 
 powers = st.integers(-14, 20).map(lambda exponent: 2.0**exponent)
 OUTCOMES = [(False, True), (True, True), (True, False)]  # pairs (overflowed, loss_was_finite)
+DTYPES = ["float32", "int64", "int64"]
+NAMESPACES = {np: np.asarray, ops: tf.constant}  # of arrays, with what makes one
 
 
-def states_of(rule, outcomes):
-    """Yields the state after each step of pairs (overflowed, loss_was_finite), as Python numbers."""
-    state = ScaleState(tf.constant(rule.initial_scale), *[tf.constant(0, tf.int64)] * 2)
+def states_of(rule, outcomes, xp=ops):
+    """Yields the state after each step of pairs (overflowed, loss_was_finite), as numbers."""
+    array = NAMESPACES[xp]
+    counts = [array(0, "int64")] * 2
+    state = ScaleState(array(rule.initial_scale, "float32"), *counts)
     for outcome in outcomes:
-        state = rule.update(state, StepOutcome(*map(tf.constant, outcome)))
-        assert [tensor.shape for tensor in state] == [()] * 3
-        yield tuple(tensor.numpy().item() for tensor in state)
+        state = rule.update(state, StepOutcome(*map(array, outcome)), xp=xp)
+        assert [value.shape for value in state] == [()] * 3
+        assert [ops.convert_to_tensor(value).dtype for value in state] == DTYPES
+        yield tuple(np.asarray(value).item() for value in state)
 
 
 def assert_equals_reference(arguments, length, compile_step=lambda step: step):
-    """Compares the rule with the reference after each step of every sequence of outcomes of a length, all at once."""
+    """Compares the rule with the reference after each step of every sequence of a length."""
     rule, sequences = DynamicScale(**arguments), list(itertools.product(OUTCOMES, repeat=length))
     references = [ReferenceRule(**{"initial_scale": 2.0**15} | arguments) for _ in sequences]
     state = (
@@ -32,7 +37,7 @@ def assert_equals_reference(arguments, length, compile_step=lambda step: step):
         *[tf.zeros([len(sequences)], tf.int64)] * 2,
     )
     step = compile_step(
-        lambda state, *outcome: rule.update(ScaleState(*state), StepOutcome(*outcome))
+        lambda state, *outcome: rule.update(ScaleState(*state), StepOutcome(*outcome), xp=ops)
     )
     for outcomes in zip(*sequences, strict=True):
         state = step(tuple(state), *(tf.constant(flags) for flags in zip(*outcomes, strict=True)))
@@ -63,8 +68,9 @@ def test_rule_equals_the_reference_on_every_sequence_of_eight_outcomes_under_xla
     assert_equals_reference(arguments, 8, tf.function(jit_compile=True))
 
 
+@pytest.mark.parametrize("xp", NAMESPACES, ids=["numpy", "keras"])
 @pytest.mark.parametrize("arguments", ARGUMENTS, ids=str)
-def test_rule_equals_the_reference_on_a_long_sequence_of_scalars(arguments):
+def test_rule_equals_the_reference_on_a_long_sequence_of_scalars(arguments, xp):
     # It backs off to the lowest scale, grows several times, and takes mixed outcomes.
     outcomes = [
         *OUTCOMES[1:2] * 32,
@@ -73,7 +79,7 @@ def test_rule_equals_the_reference_on_a_long_sequence_of_scalars(arguments):
     ]
     reference = ReferenceRule(**{"initial_scale": 2.0**15} | arguments)
     expected = [reference.step(*outcome) for outcome in outcomes]
-    assert list(states_of(DynamicScale(**arguments), outcomes)) == expected
+    assert list(states_of(DynamicScale(**arguments), outcomes, xp)) == expected
 
 
 @settings(max_examples=20, deadline=None)
@@ -98,21 +104,3 @@ def test_scale_stays_within_its_bounds_if_factors_have_products_beyond_float32()
 def test_fixed_scale_is_constant_and_counts_steps():
     states = states_of(FixedScale(64.0), [(False, True), (True, True), (True, True)])
     assert list(states) == [(64.0, 1, 0), (64.0, 0, 1), (64.0, 0, 2)]
-
-
-@pytest.mark.parametrize(
-    ("loaded", "bounded"),
-    [
-        (math.inf, 8.0),
-        (0.0, 8.0),
-        (math.nan, 8.0),
-        (-1.0, 8.0),
-        (64.0, 32.0),
-        (1.0, 2.0),
-        (4.0, 4.0),
-    ],
-)
-def test_loaded_scale_is_clipped_to_the_bounds(loaded, bounded):
-    rule = DynamicScale(initial_scale=8.0, min_scale=2.0, max_scale=32.0)
-    assert float(rule.bounded(tf.constant(loaded))) == bounded
-    assert float(FixedScale(16.0).bounded(tf.constant(loaded))) == 16.0

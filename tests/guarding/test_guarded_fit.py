@@ -253,7 +253,7 @@ def test_step_is_traced_once(callbacks):
 
 
 class AuxiliaryHead(keras.Model):
-    """Has a second output in training, from a layer that runs only then: a call for inference does not build it."""
+    """Has a second output in training, from a layer that a call for inference does not build."""
 
     def __init__(self):
         super().__init__()

@@ -1,0 +1,113 @@
+"""Records the values that variables had before code in a training step changed them."""
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple
+
+import keras
+import tensorflow as tf
+from keras import ops
+
+from kmp.backend import distribution, keras_internals
+
+
+class SavedValue(NamedTuple):
+    """A variable and the value that it had."""
+
+    variable: keras.Variable
+    value: Any
+
+
+class AssignmentRecord:
+    """The values of weights before code assigned others to them.
+
+    An optimizer writes TensorFlow's variable inside of Keras', so only weights to which other code
+    or a constraint assigns a value cost a copy.
+    """
+
+    def __init__(self, weights: Iterable[keras.Variable]) -> None:
+        self._weights = {id(weight): weight for weight in weights}
+        self._saved: dict[int, SavedValue] = {}
+        self._replica = distribution.replica_id()
+        self._graph = _current_graph()
+
+    @property
+    def saved(self) -> list[SavedValue]:
+        """The weights to which code assigned a value, with the value before the first time."""
+        return list(self._saved.values())
+
+    def before_assign(self, variable: keras.Variable) -> None:
+        """Saves the value of a variable if it is one of the weights and is assigned first."""
+        if id(variable) not in self._weights or id(variable) in self._saved:
+            return
+        # The replicas of MirroredStrategy are traced in turns, and share the weight. A value that
+        # is read in the graph of a branch or loop exists only there.
+        if self._graph is _current_graph() and self._replica == distribution.replica_id():
+            value = keras_internals.uncast_value(variable)
+            self._saved[id(variable)] = SavedValue(variable, value)
+
+
+# Of the guarded steps that run now.
+_open_records: list[AssignmentRecord] = []
+
+
+@contextlib.contextmanager
+def assignments_recorded(weights: Iterable[keras.Variable]) -> Iterator[AssignmentRecord]:
+    """Records assignments to these weights in the context."""
+    record = AssignmentRecord(weights)
+    _open_records.append(record)
+    try:
+        yield record
+    finally:
+        _open_records.remove(record)
+
+
+def assign_patch(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Patches `keras.Variable.assign` to record the values before."""
+
+    @functools.wraps(original)
+    def assign(self: keras.Variable, value: Any) -> Any:
+        for record in tuple(_open_records):
+            record.before_assign(self)
+        return original(self, value)
+
+    return assign
+
+
+class CreationRecord:
+    """The initial values of the variables that code created."""
+
+    def __init__(self) -> None:
+        self._values: dict[int, tf.Tensor] = {}
+
+    def create(self, create: Callable[..., tf.Variable], **arguments: Any) -> tf.Variable:
+        """Creates a variable, and keeps its initial value."""
+        variable = create(**arguments)
+        # In a graph, the variable has no value until the graph runs.
+        value = variable if tf.executing_eagerly() else arguments["initial_value"]
+        value = value() if callable(value) else value
+        self._values[id(variable)] = tf.identity(tf.cast(value, variable.dtype))
+        return variable
+
+    def initial(self, variable: keras.Variable) -> SavedValue:
+        """Returns a variable that was created in the context, with its initial value."""
+        value = self._values.get(id(variable.value))
+        if value is not None:
+            return SavedValue(variable, value)
+        # It was created outside the graph, which has not run yet: the current value is the initial
+        # one.
+        with tf.init_scope():
+            return SavedValue(variable, ops.copy(variable))
+
+
+@contextlib.contextmanager
+def creations_recorded() -> Iterator[CreationRecord]:
+    """Records the variables that are created in the context."""
+    record = CreationRecord()
+    with tf.variable_creator_scope(record.create):
+        yield record
+
+
+def _current_graph() -> tf.Graph | None:
+    return None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()

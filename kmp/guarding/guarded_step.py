@@ -1,0 +1,147 @@
+"""A model's `train_step` under a guard, which `fit` calls in its place."""
+
+import contextlib
+import weakref
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from kmp.backend import keras_internals, sublayers
+from kmp.guarding.finite_metrics import FiniteMetrics
+from kmp.guarding.guarded_state import GuardedState, compiles_steps
+from kmp.guarding.model_optimizers import optimizers_of
+from kmp.optimizer import LossScaleOptimizer
+
+
+def guard_train_step(model: keras.Model) -> bool:
+    """Guards the `train_step` of a model, and returns whether it was not guarded before.
+
+    The train function must be rebuilt then.
+    """
+    if guarded_step_of(model):
+        return False
+    model.train_step = GuardedTrainStep(model).train_step
+    return True
+
+
+def guarded_step_of(model: keras.Model) -> "GuardedTrainStep | None":
+    """Returns a model's guarded training step; `None` if there is none, or it was replaced."""
+    step = getattr(model.train_step, "__self__", None)
+    return step if isinstance(step, GuardedTrainStep) else None
+
+
+def has_keras_step(model: keras.Model) -> bool:
+    """Whether a model trains with the training step of Keras, not with one of its own."""
+    step = guarded_step_of(model)
+    own_step = step.own_step if step else vars(model).get("train_step")
+    module = getattr(type(model).train_step, "__module__", "")  # a `partial` has none
+    return own_step is None and str(module).startswith("keras.")
+
+
+def is_built(model: keras.Model) -> bool:
+    """Whether a model and all its layers are built."""
+    return all(layer.built for layer in sublayers(model))
+
+
+class GuardedTrainStep:
+    """The `train_step` of a model, its own or Keras', under a guard.
+
+    A skipped step leaves the state of the model's layers unchanged. A batch whose loss is not
+    finite is excluded from the model's metrics; the `logs` of that step still contain the NaN, for
+    `TerminateOnNaN`. A `train_step` that does not scale its loss raises an error. While the model
+    has no `kmp.LossScaleOptimizer`, the guard has no effect.
+
+    Attributes:
+        own_step: The `train_step` that was set on the model itself, not on its class, or `None`.
+        capture: A `kmp.replay.BatchCapture`, which a callback sets; used from the next trace on.
+        has_fallback: Whether a callback set layers of the model to float32.
+    """
+
+    def __init__(self, model: keras.Model) -> None:
+        self.own_step = vars(model).get("train_step")
+        self.capture: Any = None
+        self.has_fallback = False
+        self._model = model
+        self._metrics = FiniteMetrics(model)
+        self._prepared: weakref.ref[Any] | None = None  # the iterator of the capture
+
+    def begin_execution(self, iterator: Any, is_first: bool) -> None:
+        """Prepares a call of the train function, the first of which traces it."""
+        spec = getattr(iterator, "element_spec", None)
+        if is_first:
+            self._create_variables(spec)
+        # A later `fit` may have batches of another structure, for which the function is traced
+        # again.
+        is_prepared = self._prepared is not None and self._prepared() is iterator
+        if self.capture and spec is not None and not is_prepared:
+            self._prepared = weakref.ref(iterator)
+            self.capture.prepare(spec, self._model.jit_compile)
+        self._metrics.begin_execution()
+
+    def _create_variables(self, batch_spec: Any) -> None:
+        """Creates the variables of a step, which TensorFlow would trace twice to create them.
+
+        Not where another step than that of Keras trains, or layers are not built: what the step
+        will create is not known then.
+        """
+        model, optimizer = self._model, self._model.optimizer
+        if not isinstance(optimizer, LossScaleOptimizer) or not has_keras_step(model):
+            return
+        if not is_built(model) or not model.trainable_weights:
+            return
+        if not optimizer.built:
+            with model.distribute_strategy.scope():
+                optimizer.build(model.trainable_weights)
+        if batch_spec is not None:
+            keras_internals.build_metrics(model, batch_spec)
+
+    def train_step(self, data: Any) -> Any:
+        """Runs the model's training step on a batch, and returns its logs."""
+        optimizers = optimizers_of(self._model)
+        if not optimizers:
+            return self._run(data)
+        batch = _tensors_of(data)
+        metrics_before = self._metrics.begin_step(batch, compiles_steps(optimizers))
+        is_empty = _has_no_rows(data, batch)
+        for optimizer in optimizers:
+            optimizer.step_monitor.begin_train_step(is_empty)
+
+        state = GuardedState([self._model], optimizers)
+        with state.changes_recorded():
+            logs = self._run(data)
+        result = state.restore_if_skipped()
+
+        is_nonfinite = result.has_nonfinite_loss
+        self._metrics.end_step(metrics_before, is_nonfinite, compiles_steps(optimizers))
+        return self._metrics.with_loss_of_execution(logs, is_nonfinite)
+
+    def _run(self, data: Any) -> Any:
+        step = self.own_step or self._class_step
+        with self.capture.watch(data) if self.capture else contextlib.nullcontext():
+            return step(data)
+
+    def _class_step(self, data: Any) -> Any:
+        return type(self._model).train_step(self._model, data)
+
+
+def _tensors_of(data: Any) -> list[tf.Tensor]:
+    parts = tf.nest.flatten(data, expand_composites=True)
+    return [part for part in parts if isinstance(part, tf.Tensor)]
+
+
+def _has_no_rows(data: Any, tensors: list[tf.Tensor]) -> Any:
+    """Returns a scalar bool, whether a batch has no rows; `None` if its shape says that it has.
+
+    The loss of such a batch is a mean over nothing: NaN, or its gradients are.
+    """
+    if not tensors:
+        return None
+    # A sparse tensor, and rows of width 0, may have no elements in any batch.
+    parts = [part for part in tf.nest.flatten(data) if isinstance(part, tf.Tensor)]
+    with_rows = [part for part in parts if part.shape.rank and 0 not in part.shape[1:]]
+    first = (with_rows or tensors)[0]
+    if first.shape.num_elements():
+        return None
+    # The size is unknown, or 0 in eager mode.
+    return tf.equal(tf.size(first), 0)
