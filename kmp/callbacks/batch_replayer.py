@@ -1,7 +1,7 @@
 """Decides when to replay a batch that the training saw."""
 
+import copy
 import functools
-import logging
 import time
 from collections.abc import Mapping
 from dataclasses import replace
@@ -14,19 +14,16 @@ from kmp.optimizer import LossScaleOptimizer
 from kmp.policy import all_optimizers_of, guarding
 from kmp.records import Snapshot, check_record
 from kmp.replay import (
-    MOST_EXAMPLES,
     BatchCapture,
     CapturedBatch,
     Failure,
     Passes,
+    ReplayAttempts,
     TrainStep,
     failing_part,
-    is_ragged,
     replay,
 )
 from kmp.utils import user_messages
-
-logger = logging.getLogger("kmp")
 
 _MANY_ZEROS = 0.1
 _OVERFLOWS_IN_A_ROW = 3
@@ -43,8 +40,8 @@ class BatchReplayer:
     """Replays a batch at the first step, each time the steps are four times as many, in the middle and at the end.
 
     And when many gradients are zero or steps are skipped. Captures the batch of the first step, of
-    the step after a replay, and of each skipped step. Where a `train_step` of the user's own cannot
-    be replayed, it replays the forward pass alone.
+    the step after a replay, and of each skipped step. After a replay that failed, `ReplayAttempts`
+    decides what to replay next; without anything left, it warns once.
 
     Args:
         model: A model with a guard and one replica. The capture is added to its training step.
@@ -60,10 +57,7 @@ class BatchReplayer:
         is_custom = not guarding.has_keras_step(model)
         run = guard.own_step or functools.partial(type(model).train_step, model)
         self._model = model
-        # A step that runs eagerly runs its Python code each time, which may count the calls.
-        self._step = TrainStep(
-            None if is_custom and model.run_eagerly else run, all_optimizers_of(model), is_custom
-        )
+        self._step = TrainStep(run, all_optimizers_of(model), is_custom)
         self.is_new = guard.capture is None or guard.capture.optimizer is not optimizer
         if self.is_new:
             guard.capture = BatchCapture(model, optimizer, is_custom)
@@ -77,9 +71,14 @@ class BatchReplayer:
         )
         self._overflow_replays = self._stuck_replays = 0
         self._zero_share, self._last_step = 0.0, 0  # of the last replay without an overflow
-        self._has_failed = False
+        # A step that runs eagerly runs its Python code each time, which may count the calls.
+        is_custom = self._step.is_custom
+        self._attempts = ReplayAttempts(
+            runs_step=not (is_custom and self._model.run_eagerly), can_run_less=is_custom
+        )
+        self._has_warned = False
         self._largest_norms: dict[str, float] = {}  # of the gradients of each layer, in float32
-        self._began, self._seconds, self._examples = time.monotonic(), 0.0, MOST_EXAMPLES
+        self._began, self._seconds = time.monotonic(), 0.0
         self.end()
         self._request(snapshot)
 
@@ -97,7 +96,21 @@ class BatchReplayer:
             The keys of a record: `replay` and the float32 gradients of the `variables` as
             `reference`, or `replay_error`.
         """
-        if not variables or self._has_failed:
+        if not variables:
+            return None
+        found = self._replay_if_due(snapshot, variables, is_last)
+        if self._capture.failure:
+            self._attempts.stop(self._capture.failure)
+        has_no_result = self._attempts.reason or (is_last and self._attempts.last_reason)
+        if has_no_result and not self._has_warned:
+            self._warn()
+            found = found or {"replay_error": has_no_result}
+        return found
+
+    def _replay_if_due(
+        self, snapshot: Snapshot, variables: Mapping[str, Any], is_last: bool
+    ) -> Record | None:
+        if self._attempts.reason:
             return None
         has_overflowed = self._has_more_overflows(snapshot)
         has_failed_loss = snapshot.nonfinite_loss_count > self._seen.nonfinite_loss_count
@@ -116,19 +129,22 @@ class BatchReplayer:
             return None  # the batch of a skipped step is no sample of the data
         self._zero_share = max(self._zero_share, _zero_share(snapshot))
         if has_overflowed:
-            self._overflow_replays += 1
-            self._seen = snapshot
             failed: Failure = "loss" if has_failed_loss else "gradients"
-            return self._replay(captured, variables, snapshot, captured.loss_scale, failed)
-        self._last_step = snapshot.step
+            found = self._replay(captured, variables, snapshot, captured.loss_scale, failed)
+            if not self._attempts.last_reason:  # else another attempt follows
+                self._overflow_replays += 1
+                self._seen = snapshot
+            return found
         began = time.monotonic()
         found = self._replay(captured, variables, snapshot, snapshot.loss_scale, None)
         self._seconds += time.monotonic() - began
+        if not self._attempts.last_reason:
+            self._last_step = snapshot.step
         return found
 
     def replay_stuck(self, snapshot: Snapshot, variables: Mapping[str, Any]) -> Record | None:
         """Replays the last captured batch of a training that is stuck, as `replay_if_due`, unless it was replayed."""
-        captured = self._capture.read() if variables and not self._has_failed else None
+        captured = self._capture.read() if variables and not self._attempts.reason else None
         if captured is None or self._stuck_replays >= _MOST_STUCK_REPLAYS:
             return None
         if self._replayed and captured.step == self._replayed.step:
@@ -146,10 +162,10 @@ class BatchReplayer:
         if self._capture.is_of_loop:
             return {"replay_error": "the functions of a custom training loop are not traced again"}
         scale = min(snapshot.loss_scale, usable_scale or snapshot.loss_scale)
-        before = self._step, self._has_failed
+        before = copy.copy(self._attempts)
         found = self._replay(self._replayed, variables, snapshot, scale, None)
         if "replay_error" in found:  # of the change
-            self._step, self._has_failed = before
+            self._attempts = before
         return found
 
     def _replay(
@@ -160,31 +176,27 @@ class BatchReplayer:
         loss_scale: float,
         failed: Failure | None,
     ) -> Record:
-        """Replays a batch, and captures the next one. Returns the keys of a record.
-
-        A replay that fails is the last of this training.
-        """
-        capture = self._capture
+        """Replays a batch, and captures the next one. Returns the keys of a record."""
+        capture, attempts = self._capture, self._attempts
         self._request(snapshot)
         if capture.unrestorable:
-            return self._give_up(f"a replay would change {capture.unrestorable}")
+            attempts.stop(f"a replay would change {capture.unrestorable}")
+            return {"replay_error": attempts.reason}
         began, most = time.monotonic(), max(_MOST_SECONDS, self._share)
-        parts = captured.parts(self._examples)
-        step = replace(self._step, run=None) if capture.is_of_loop else self._step
+        parts = attempts.parts(captured)
+        runs_step = attempts.runs_step and not capture.is_of_loop
         passes = Passes(
             self._model,
             parts[0],
-            step,
+            self._step if runs_step else replace(self._step, run=None),
             variables,
             restored=capture.variables,
             deadline=began + most / 2,
         )
         try:
             if failed and len(parts) > 1:
-                passes = replace(
-                    passes,
-                    data=failing_part(passes, parts, failed, loss_scale, captured.batch_size),
-                )
+                part = failing_part(passes, parts, failed, loss_scale, captured.batch_size)
+                passes = replace(passes, data=part)
             self._replayed = CapturedBatch(passes.data, *captured[1:])
             found, reference = replay(
                 replace(passes, deadline=began + most),
@@ -196,8 +208,7 @@ class BatchReplayer:
             )
             check_record({"replay": found})
         except TimeoutError:
-            self._examples = max(2, passes.examples // 4)  # the next replay may take less
-            self._has_failed = is_ragged(passes.data)  # such a batch has no parts
+            attempts.took_too_long(passes.examples, passes.data)
             return {
                 "replay_error": (
                     f"TimeoutError: {passes.examples} examples take longer than {most:.0f} s"
@@ -205,21 +216,33 @@ class BatchReplayer:
             }
         # the user's code may fail outside its training step, or memory may be too small
         except Exception as error:
-            if self._step.is_custom and self._step.run:
-                self._step = replace(self._step, run=None)
+            following = attempts.failed(error, passes.examples, captured)
+            if following == "same batch":
                 return self._replay(captured, variables, snapshot, loss_scale, failed)
-            return self._give_up(f"{type(error).__name__}: {user_messages.one_line(error)}")
+            if following == "whole batch":
+                self._take_whole(captured)
+            return {"replay_error": attempts.last_reason}
         if time.monotonic() - began > most:  # the search may have ended early
-            self._examples = max(2, passes.examples // 4)
+            attempts.took_too_long(passes.examples, passes.data)
+        attempts.succeeded()
         for each in found.gradient_errors:
             self._largest_norms[each.layer] = max(each.norm, each.largest_norm)
         return {"replay": found} | ({"reference": reference} if reference else {})
 
-    def _give_up(self, reason: str) -> Record:
-        """Ends the replays of this training. Returns the keys of a record."""
-        self._has_failed = True
-        logger.info("kmp could not replay a batch of %r: %s", self._model.name, reason)
-        return {"replay_error": reason}
+    def _take_whole(self, captured: CapturedBatch) -> None:
+        """Captures whole batches from now on, by another trace of the step."""
+        if not self._capture.take_whole(captured.batch_size):
+            self._attempts.stop(f"{self._attempts.last_reason}, and the whole batch is too large")
+            return
+        self._capture.request()
+        self._model.make_train_function(force=True)
+
+    def _warn(self) -> None:
+        self._has_warned = True
+        user_messages.warn(
+            f"kmp cannot replay a batch of {self._model.name!r} to find what float16 loses, and"
+            f" the training continues without replays: {self._attempts.last_reason}."
+        )
 
     @property
     def _share(self) -> float:

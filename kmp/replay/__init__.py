@@ -4,6 +4,7 @@ from kmp.replay.batch_capture import MOST_EXAMPLES, BatchCapture, CapturedBatch,
 from kmp.replay.batch_replay import Failure, failing_part, replay
 from kmp.replay.eager_pass import Passes, TrainStep
 from kmp.replay.instruments import tensor_float_32
+from kmp.replay.replay_attempts import ReplayAttempts
 
 __all__ = [
     "MOST_EXAMPLES",
@@ -11,6 +12,7 @@ __all__ = [
     "CapturedBatch",
     "Failure",
     "Passes",
+    "ReplayAttempts",
     "TrainStep",
     "failing_part",
     "is_ragged",

@@ -8,7 +8,7 @@ from conftest import MODES, sequential
 
 import kmp
 from kmp.policy import guarding
-from kmp.replay import BatchCapture, batch_capture
+from kmp.replay import BatchCapture, batch_variables
 
 pytestmark = pytest.mark.usefixtures("enabled")
 
@@ -67,7 +67,7 @@ def test_suspicious_examples_of_a_large_batch_are_captured_first_and_others_in_t
 
 @pytest.mark.parametrize("is_shape_known", [True, False])
 def test_fewer_of_large_examples_are_captured(is_shape_known, monkeypatch):
-    monkeypatch.setattr(batch_capture, "_MOST_BYTES", 48)  # an example has 3 floats and a target
+    monkeypatch.setattr(batch_variables, "_MOST_BYTES", 48)  # an example has 3 floats and a target
     model, capture = captured_model("eager" if is_shape_known else "graph")
     x = np.arange(24, dtype="float32").reshape(8, 3)
     capture.request()
@@ -157,7 +157,7 @@ def test_ragged_batch_is_replayed_as_a_whole():
 def test_ragged_batch_is_captured_unless_it_is_too_large_or_of_xla(
     most_bytes, mode, are_rows_known, rows, monkeypatch
 ):
-    monkeypatch.setattr(batch_capture, "_MOST_BYTES", most_bytes)
+    monkeypatch.setattr(batch_variables, "_MOST_BYTES", most_bytes)
     batch = (
         {"edges": np.ones((9, 1), "float32"), "node": np.zeros(9, "int32")},
         np.ones((4, 1), "float32"),
