@@ -17,7 +17,7 @@ from keras import tree
 
 from kmp.backend import distribution
 from kmp.backend.keras_internals import defining_class
-from kmp.backend.patching import Replacement
+from kmp.backend.patching import Replacement, replaced
 
 
 def apply_multi_worker_fixes() -> Iterator[Replacement]:
@@ -28,8 +28,8 @@ def apply_multi_worker_fixes() -> Iterator[Replacement]:
         _ = trainer.reduce_per_replica
     except (ImportError, AttributeError, StopIteration):
         return
-    yield Replacement(builder, "_maybe_symbolic_build", _building_from_local_batch)
-    yield Replacement(trainer, "reduce_per_replica", _reducing_logs)
+    yield replaced(builder, "_maybe_symbolic_build", _building_from_local_batch)
+    yield replaced(trainer, "reduce_per_replica", _reducing_logs)
 
 
 def _building_from_local_batch(original: Callable[..., None]) -> Callable[..., None]:

@@ -16,7 +16,7 @@ from typing import Any
 import keras
 import numpy as np
 
-from kmp.backend import Replacement, defining_class
+from kmp.backend import Replacement, defining_class, replaced
 from kmp.layers.fused_normalization import fuse_normalization
 from kmp.utils import DTYPES_16_BIT, FLOAT16, FLOAT32
 
@@ -168,7 +168,7 @@ def apply_patches(is_enabled: Callable[[], bool]) -> Iterator[Replacement]:
         return init
 
     for cls in _PATCHED_CLASSES:
-        yield Replacement(defining_class(cls, "__init__"), "__init__", make)
+        yield replaced(defining_class(cls, "__init__"), "__init__", make)
 
 
 @contextlib.contextmanager

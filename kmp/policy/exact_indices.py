@@ -14,7 +14,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from kmp.backend import Replacement, defining_class, keras_internals
+from kmp.backend import Replacement, defining_class, keras_internals, replaced
 from kmp.policy import misuse_warnings
 from kmp.utils import DTYPES_16_BIT, FORMATS_16_BIT
 
@@ -49,10 +49,10 @@ def rounds_indices(rows: float, dtype: str) -> bool:
 
 def apply_patches() -> Iterator[Replacement]:
     """Patches the casts of Keras' layers and functional models, and the look-up layers, and yields the patches."""
-    yield Replacement(keras.DTypePolicy, "convert_input", _convert_input_patch)
+    yield replaced(keras.DTypePolicy, "convert_input", _convert_input_patch)
     for each in _LOOK_UPS:
-        yield Replacement(defining_class(each, "call"), "call", _look_up_patch)
-    yield Replacement(*keras_internals.functional_input_cast(), _functional_patch)
+        yield replaced(defining_class(each, "call"), "call", _look_up_patch)
+    yield replaced(*keras_internals.functional_input_cast(), _functional_patch)
     # In a graph, its own `__call__` casts the indices, integers included, to the compute dtype
     # (Keras 3.15).
     keras.layers.CategoryEncoding.__call__ = keras.Layer.__call__

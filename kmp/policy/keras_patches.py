@@ -23,6 +23,7 @@ from kmp.backend import (
     defining_class,
     keras_internals,
     replace_policy_state,
+    replaced,
     trainer_fixes,
 )
 from kmp.optimizer import LossScaleOptimizer
@@ -60,7 +61,7 @@ def update_patches() -> None:
 def _replace(name: str, make: Callable[[Any], Any]) -> Replacement:
     # Patch the class that defines a method, not `keras.Model`: `compile_from_config` takes a
     # `compile` defined there for a user's override and then does not compile a loaded model.
-    return Replacement(defining_class(keras.Model, name), name, make)
+    return replaced(defining_class(keras.Model, name), name, make)
 
 
 def _is_managed(model: keras.Layer) -> bool:
@@ -200,7 +201,7 @@ _always = [
     _replace("compute_metrics", _compute_metrics_patch),
     _replace("losses", _losses_patch),
     _replace("make_train_function", _make_train_function_patch),
-    Replacement(defining_class(keras.Variable, "assign"), "assign", guarding.assign_patch),
+    replaced(defining_class(keras.Variable, "assign"), "assign", guarding.assign_patch),
     *exact_indices.apply_patches(),
     *layers.apply_patches(is_enabled=lambda: bool(active)),
 ]

@@ -3,7 +3,6 @@
 import contextlib
 import functools
 import math
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,14 +14,19 @@ import tensorflow as tf
 
 from kmp.backend import (
     ResourceVariable,
+    Undos,
     after_each_gradient,
+    dtype_policies_replaced,
     equal_random_numbers,
-    instance_attribute,
+    functions_run_eagerly,
     keras_internals,
     layers_in_16_bits,
+    own_method,
     state_restored,
     sublayers,
+    variable_dtype_replaced,
     watching_operations,
+    without_tensor_float_32,
 )
 from kmp.gradients import gradient_statistics, multiply_gradients, paths_of
 from kmp.optimizer import LossScaleOptimizer
@@ -30,10 +34,6 @@ from kmp.records import GradientSample
 from kmp.replay.layer_marks import LayerMarks
 from kmp.replay.nonfinite_operations import NonfiniteOperations
 from kmp.utils import DTYPES_16_BIT, FLOAT32
-
-_lock = (
-    threading.RLock()
-)  # of passes: eager functions, TF32 and the patch of tapes are for all threads
 
 
 class PassResult(NamedTuple):
@@ -159,7 +159,7 @@ class Passes:
                     for each in sublayers(layer)
                     if id(each) in own_policies
                 )
-                return keras_internals.dtype_policies_replaced(replaced)
+                return dtype_policies_replaced(replaced)
 
             return self._run(
                 LayerMarks(own_precision=own_precision if measure else None), factor, watch
@@ -219,28 +219,26 @@ class Passes:
                 found.observe(operation, inputs, outputs)
 
         model = self.model
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(_lock)  # some of what follows is set for all threads
-            marks.random_numbers = stack.enter_context(equal_random_numbers())
-            if self.step.is_custom and self.step.run:
-                stack.enter_context(_weights_unchanged(model))
-            scope = stack.enter_context(state_restored(model, self.restored))
+        is_checked = self.step.is_custom and self.step.run is not None
+        unchanged = _weights_unchanged(model) if is_checked else contextlib.nullcontext()
+        with unchanged, Undos() as stack, stack:
+            marks.random_numbers = stack.enter(equal_random_numbers())
+            scope = stack.enter(state_restored(model, self.restored))
             variables = float_states(model)
             for path, variable in variables.items():
                 if path in self.states:
                     scope.add_update((variable, tf.constant(self.states[path], variable.dtype)))
-            stack.enter_context(tensor_float_32(False))
+            stack.enter(without_tensor_float_32())
             # A function that is traced here would be used in the training.
-            stack.callback(tf.config.run_functions_eagerly, tf.config.functions_run_eagerly())
-            tf.config.run_functions_eagerly(True)
-            stack.enter_context(marks.on(model, self.has_dropout))
+            stack.enter(functions_run_eagerly())
+            stack.enter(marks.on(model, self.has_dropout))
             for optimizer in self.step.optimizers:
                 received.replace_methods(optimizer, stack)
             # The backward pass ends in the first layers; what follows it belongs to none.
-            stack.enter_context(
+            stack.enter(
                 after_each_gradient(lambda: marks.layer, functools.partial(setattr, marks, "layer"))
             )
-            stack.enter_context(watching_operations(observe))
+            stack.enter(watching_operations(observe))
             if self.step.run is None:
                 call_in_training(model, self.batch[0])
                 received.losses.append(math.nan if model.name in marks.nonfinite else 0.0)
@@ -315,9 +313,7 @@ class _Received:
         self.losses: list[float] = []
         self.gradients: dict[int, Any] = {}
 
-    def replace_methods(
-        self, optimizer: keras.optimizers.Optimizer, stack: contextlib.ExitStack
-    ) -> None:
+    def replace_methods(self, optimizer: keras.optimizers.Optimizer, stack: Undos) -> None:
         """Replaces the methods of an optimizer until the stack is closed."""
         is_scaling, are_unscaled = isinstance(optimizer, LossScaleOptimizer), False
 
@@ -352,10 +348,10 @@ class _Received:
             if self.is_done and not self._step.is_custom:
                 raise _StepIsDone
 
-        stack.enter_context(instance_attribute(optimizer, "apply", apply))
+        stack.enter(own_method(optimizer, "apply", lambda _: apply))
         if isinstance(optimizer, LossScaleOptimizer):
-            stack.enter_context(instance_attribute(optimizer, "scale_loss", scale_loss))
-            stack.enter_context(instance_attribute(optimizer, "unscale", unscale))
+            stack.enter(own_method(optimizer, "scale_loss", lambda _: scale_loss))
+            stack.enter(own_method(optimizer, "unscale", lambda _: unscale))
             self.replace_methods(optimizer.inner_optimizer, stack)
 
 
@@ -412,15 +408,13 @@ def _computing_in_float32(layers: Sequence[keras.Layer]) -> Iterator[dict[int, k
     """Makes layers and their sublayers compute in float32. Yields the replaced policies, by the `id` of the layer."""
     found = layers_in_16_bits(layers)
     replaced = {id(layer): layer.dtype_policy for layer in found}
-    with contextlib.ExitStack() as stack:
+    with Undos() as stack, stack:
         policies = [(layer, _ComputeInFloat32(layer)) for layer in found]
-        stack.enter_context(keras_internals.dtype_policies_replaced(policies))
+        stack.enter(dtype_policies_replaced(policies))
         for inner in (inner for layer in layers for inner in sublayers(layer)):
             for state in keras_internals.declared_not_trainable(inner):
                 if (
                     state.dtype in DTYPES_16_BIT
                 ):  # of float32 layers too: what the pass assigns is not rounded
-                    stack.enter_context(
-                        keras_internals.variable_dtype_replaced(state, FLOAT32.name)
-                    )
+                    stack.enter(variable_dtype_replaced(state, FLOAT32.name))
         yield replaced

@@ -12,11 +12,12 @@ import tensorflow as tf
 
 from kmp.backend import (
     RandomNumbers,
-    instance_attribute,
+    Undos,
     is_keras_class,
     is_passthrough,
     keras_internals,
     layers_by_path,
+    own_method,
     sublayers,
     without_tapes,
 )
@@ -91,11 +92,13 @@ class LayerMarks:
             has_dropout: Whether layers that draw random numbers do so. Their numbers differ by
                 dtype.
         """
-        with contextlib.ExitStack() as stack:
+        with Undos() as stack, stack:
             for path, layer in {model.name: model, **layers_by_path(model)}.items():
                 is_random = _is_random(layer)
-                call = self._marking(path, layer, is_random, is_quiet=is_random and not has_dropout)
-                stack.enter_context(instance_attribute(layer, "call", call))
+                marking = functools.partial(
+                    self._marking, path, layer, is_random, is_random and not has_dropout
+                )
+                stack.enter(own_method(layer, "call", marking))
             yield
 
     @property
@@ -109,9 +112,13 @@ class LayerMarks:
         return max(map(relative_error, _samples(outputs), exact), default=0.0)
 
     def _marking(
-        self, path: str, layer: keras.Layer, is_random: bool, is_quiet: bool
+        self,
+        path: str,
+        layer: keras.Layer,
+        is_random: bool,
+        is_quiet: bool,
+        call: Callable[..., Any],
     ) -> Callable[..., Any]:
-        call = layer.call
         is_measured = (is_quiet or not is_random) and not is_passthrough(layer)
 
         @functools.wraps(call)
