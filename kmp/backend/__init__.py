@@ -3,11 +3,12 @@
 from kmp.backend import distribution as distribution
 from kmp.backend import keras_internals as keras_internals
 from kmp.backend import tensorflow_internals as tensorflow_internals
-from kmp.backend import trainer_fixes as trainer_fixes
 from kmp.backend import xla as xla
 from kmp.backend.graph_traffic import Cost as Cost
 from kmp.backend.graph_traffic import Traffic as Traffic
 from kmp.backend.graph_traffic import traffic_of as traffic_of
+from kmp.backend.inventory import PATCHES as PATCHES
+from kmp.backend.inventory import Patch as Patch
 from kmp.backend.inventory import Reason as Reason
 from kmp.backend.jit_support import jit_compilation as jit_compilation
 from kmp.backend.keras_internals import compute_dtypes as compute_dtypes
@@ -26,10 +27,7 @@ from kmp.backend.keras_internals import output_layers as output_layers
 from kmp.backend.keras_internals import rnn_states as rnn_states
 from kmp.backend.keras_internals import sublayers as sublayers
 from kmp.backend.keras_internals import unconnected_copy as unconnected_copy
-from kmp.backend.patching import Replacement as Replacement
 from kmp.backend.patching import patches as patches
-from kmp.backend.patching import replace_policy_state as replace_policy_state
-from kmp.backend.patching import replaced as replaced
 from kmp.backend.state_rollback import ResourceVariable as ResourceVariable
 from kmp.backend.state_rollback import state_of_trace as state_of_trace
 from kmp.backend.state_rollback import state_restored as state_restored

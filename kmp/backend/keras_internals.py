@@ -236,12 +236,9 @@ def is_symbolic() -> bool:
     )
 
 
-def functional_input_cast() -> tuple[type, str]:
-    """Returns the class and the method that casts the arguments of a functional model to the dtypes of its `Input`s."""
-    return (
-        importlib.import_module("keras.src.models.functional").Functional,
-        "_convert_inputs_to_tensors",
-    )
+def functional_input_cast() -> str | None:
+    """Returns the method of a functional model that casts its arguments to those of its `Input`s."""
+    return "_convert_inputs_to_tensors"
 
 
 def layers_by_path(model: keras.Model) -> dict[str, keras.Layer]:

@@ -2,12 +2,10 @@
 
 import contextlib
 import functools
-import importlib
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
-
-import keras
+from weakref import WeakSet
 
 from kmp.backend.inventory import PATCHES, Patch, Reason
 from kmp.backend.private_names import resolve, warn_of_missing
@@ -50,50 +48,6 @@ class Replacement:
         return True
 
 
-def replaced(owner: Any, name: str, make: Callable[[Any], Any]) -> Replacement:
-    """Returns a replacement that is applied."""
-    replacement = Replacement(owner, name, make)
-    replacement.apply()
-    return replacement
-
-
-def replace_policy_state(current: Callable[[], Any]) -> Iterator[Replacement]:
-    """Makes a policy the global one for all threads, except those that set another policy later; yields the patches.
-
-    Keras 3.15 stores its global policy by thread, and `keras.backend.clear_session` deletes it:
-    layers are float32 again. No public name reaches that state. `current` returns the settings in
-    force, or `None`: their `dtype_policy`, and as `state_name` the name under which Keras' state of
-    a thread stores a policy that is set there in the meantime.
-    """
-
-    def reading(original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def get_global_attribute(name: str, *args: Any, **kwargs: Any) -> Any:
-            settings = current() if name == "dtype_policy" else None
-            if settings is None:
-                return original(name, *args, **kwargs)
-            return original(settings.state_name) or settings.dtype_policy
-
-        return get_global_attribute
-
-    def writing(original: Callable[..., None]) -> Callable[..., None]:
-        @functools.wraps(original)
-        def set_global_attribute(name: str, value: Any) -> None:
-            settings = current() if name == "dtype_policy" else None
-            original(name if settings is None else settings.state_name, value)
-
-        return set_global_attribute
-
-    try:
-        state = importlib.import_module("keras.src.backend.common.global_state")
-        yield replaced(state, "get_global_attribute", reading)
-        yield replaced(state, "set_global_attribute", writing)
-    except (ImportError, KeyError) as error:
-        raise RuntimeError(
-            f"This version of kmp does not support Keras {keras.__version__}: update kmp."
-        ) from error
-
-
 class Patches:
     """Applies each patch of a table while any of its reasons holds.
 
@@ -110,6 +64,7 @@ class Patches:
         self._holders: dict[Reason, list[object]] = {reason: [] for reason in Reason}
         self._applied: dict[Patch, Replacement] = {}
         self._left: dict[Patch, tuple[Replacement, Any]] = {}
+        self._in_use: WeakSet[Any] = WeakSet()
         self._lock = threading.RLock()
 
     def hold(self, reason: Reason, holder: object) -> None:
@@ -132,6 +87,22 @@ class Patches:
             undos.add(functools.partial(self.release, reason, holder))
             self.hold(reason, holder)
             yield
+
+    def use(self, instance: Any) -> None:
+        """Applies the patches of `Reason.IN_USE` while an object lives.
+
+        They are removed by the first `release_unused` after it.
+        """
+        with self._lock:
+            self._in_use.add(instance)
+            if not self.is_held(Reason.IN_USE):
+                self.hold(Reason.IN_USE, self._in_use)
+
+    def release_unused(self) -> None:
+        """Removes the patches of `Reason.IN_USE` if no object that needs them is alive."""
+        with self._lock:
+            if not self._in_use:
+                self.release(Reason.IN_USE, self._in_use)
 
     def is_held(self, reason: Reason) -> bool:
         """Whether any holder gives this reason."""
@@ -165,6 +136,8 @@ class Patches:
         except (ImportError, AttributeError):
             warn_of_missing(f"{patch.owner}.{patch.name}", patch.promise)
             return
+        # A replacement made with `functools.wraps` has the module of the original: autograph does
+        # not convert functions of Keras and TensorFlow, and so not these either.
         replacement = Replacement(owner, patch.name, resolve(patch.make))
         self._applied[patch] = replacement  # before the change: an interrupt leaves nothing
         replacement.apply()
@@ -173,7 +146,8 @@ class Patches:
 def _defining_class(owner: Any, patch: Patch) -> Any:
     """Returns the owner, or the base class of it that defines the name.
 
-    Keras' `compile_from_config` takes a `compile` of `keras.Model` for a user's override.
+    A replacement on another class would count as a user's override: Keras' `compile_from_config`
+    does not compile a loaded model whose class overrides `compile`.
     """
     if patch.is_new:
         return owner

@@ -23,7 +23,6 @@ from kmp.backend.undo import Context, Undos
 from kmp.utils import FORMATS_16_BIT
 
 Value = TypeVar("Value")
-unconverted = tf.autograph.experimental.do_not_convert
 
 
 def is_deterministic() -> bool:
@@ -134,7 +133,6 @@ def equal_random_numbers() -> Context[RandomNumbers]:
 def operation_seed_patch(original: Callable[..., int]) -> Callable[..., int]:
     """Patches the generator of seeds for eager operations, which is one for all threads."""
 
-    @unconverted
     @functools.wraps(original)
     def _internal_operation_seed(self: Any) -> int:
         if not _state.numbers:
@@ -148,7 +146,6 @@ def _random_patch(draw: Callable[..., tf.Tensor]) -> Callable[[Any], Any]:
     """Returns a patch of an operation that draws with `draw(shape, ..., seed=seed)` instead."""
 
     def patch(original: Callable[..., tf.Tensor]) -> Callable[..., tf.Tensor]:
-        @unconverted
         @functools.wraps(original)
         def operation(*args: Any, **kwargs: Any) -> tf.Tensor:
             if not _state.numbers or not tf.executing_eagerly():
@@ -213,7 +210,6 @@ def after_each_gradient(
 def gradient_patch(original: Callable[..., Any]) -> Callable[..., Any]:
     """Patches `tf.GradientTape.gradient` to call the functions of `after_each_gradient`."""
 
-    @unconverted
     @functools.wraps(original)
     def gradient(self: tf.GradientTape, *args: Any, **kwargs: Any) -> Any:
         if not _state.hooks:
