@@ -17,9 +17,9 @@ from kmp.backend import (
     computing_layers,
     direct_sublayers,
     distribution,
+    dtype_policies_replaced,
     is_keras_class,
     is_passthrough,
-    keras_internals,
     layers_in_16_bits,
     sublayers,
 )
@@ -195,7 +195,7 @@ class Float32Fallback(CopyableCallback):
         ):
             return False
         float32 = keras.DTypePolicy(FLOAT32.name)
-        with keras_internals.dtype_policies_replaced((layer, float32) for layer in changed):
+        with dtype_policies_replaced((layer, float32) for layer in changed):
             proof = self.monitor.replay_again(replay.usable_scale)
         result = proof.get("replay")
         if result is None or not result.is_finite or (replay.is_finite and result.is_harmful):

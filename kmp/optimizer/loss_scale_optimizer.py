@@ -14,7 +14,7 @@ import tensorflow as tf
 from keras import ops
 
 from kmp import scaling
-from kmp.backend import distribution, keras_internals, outlined, xla
+from kmp.backend import distribution, keras_internals, outlined, patches, xla
 from kmp.gradients import (
     Gradients,
     GradientSampler,
@@ -178,6 +178,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
                 "_"
             ):  # Keras' defaults; `__getattr__` returns the inner optimizer's instead
                 del self.__dict__[setting]
+        patches.use(self)
         self.rule = rule
         self.jit_compile = jit_compile
         self.counters = Counters()

@@ -1,4 +1,4 @@
-"""`enable`, `disable`, `wrap` and `guard`. Only this package keeps patches of Keras in place."""
+"""`enable`, `disable`, `wrap` and `guard`, and what they change in Keras."""
 
 from kmp.policy import exact_indices as exact_indices
 from kmp.policy import guarding as guarding

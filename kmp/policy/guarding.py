@@ -12,7 +12,16 @@ import keras
 import tensorflow as tf
 from keras import ops
 
-from kmp.backend import call_if, distribution, keras_internals, rnn_states, sublayers, xla
+from kmp.backend import (
+    Reason,
+    call_if,
+    distribution,
+    keras_internals,
+    patches,
+    rnn_states,
+    sublayers,
+    xla,
+)
 from kmp.optimizer import COUNT_INDEX, LossScaleOptimizer
 from kmp.policy.optimizers import optimizers_of
 from kmp.utils import validation
@@ -165,11 +174,12 @@ def _assignments_recorded(
     constraint assigns cost a copy.
     """
     assigned: dict[int, tuple[keras.Variable, Any]] = {}
-    _recordings[id(assigned)] = distribution.replica_id(), _current_graph(), weights, assigned
-    try:
-        yield assigned
-    finally:
-        del _recordings[id(assigned)]
+    with patches.holding(Reason.STEP):
+        _recordings[id(assigned)] = distribution.replica_id(), _current_graph(), weights, assigned
+        try:
+            yield assigned
+        finally:
+            del _recordings[id(assigned)]
 
 
 def assign_patch(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -3,8 +3,8 @@
 from kmp.replay.batch_capture import MOST_EXAMPLES, BatchCapture, CapturedBatch, is_ragged
 from kmp.replay.batch_replay import Failure, failing_part, replay
 from kmp.replay.eager_pass import Passes, TrainStep
-from kmp.replay.instruments import tensor_float_32
 from kmp.replay.replay_attempts import ReplayAttempts
+from kmp.replay.tf32 import tensor_float_32
 
 __all__ = [
     "MOST_EXAMPLES",

@@ -3,7 +3,6 @@
 import contextlib
 import functools
 import math
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -14,10 +13,13 @@ import tensorflow as tf
 
 from kmp.backend import (
     ResourceVariable,
+    Undos,
     after_each_gradient,
     equal_random_numbers,
+    functions_run_eagerly,
     keras_internals,
     state_restored,
+    without_tensor_float_32,
 )
 from kmp.gradients import gradient_statistics, paths_of
 from kmp.records import GradientSample
@@ -26,14 +28,10 @@ from kmp.replay.instruments import (
     ReceivedGradients,
     StepIsDone,
     computing_in_float32,
-    functions_run_eagerly,
-    tensor_float_32,
     weights_unchanged,
 )
 from kmp.replay.layer_marks import LayerMarks
 from kmp.replay.nonfinite_operations import NonfiniteOperations
-
-_lock = threading.RLock()  # of passes: some instruments are for all threads
 
 
 class PassResult(NamedTuple):
@@ -205,19 +203,18 @@ class Passes:
         model, step = self.model, self.step
         received = ReceivedGradients(step.optimizers, factor, ends_step=not step.is_custom)
         operations = OperationWatch(marks, received, self.deadline, finds_nonfinite=watch)
-        with (
-            _lock,
-            equal_random_numbers() as marks.random_numbers,
-            weights_unchanged(model) if step.is_of_user else contextlib.nullcontext(),
-            state_restored(model, self.restored) as scope,
-            tensor_float_32(False),
-            functions_run_eagerly(),
-            marks.on(model, self.has_dropout),
-            received.in_place_of_updates(),
+        checked = weights_unchanged(model) if step.is_of_user else contextlib.nullcontext()
+        with checked, Undos() as instruments, instruments:
+            marks.random_numbers = instruments.enter(equal_random_numbers())
+            scope = instruments.enter(state_restored(model, self.restored))
+            instruments.enter(without_tensor_float_32())
+            # A function that is traced here would be used in the training.
+            instruments.enter(functions_run_eagerly())
+            instruments.enter(marks.on(model, self.has_dropout))
+            instruments.enter(received.in_place_of_updates())
             # The backward pass ends in the first layers; what follows it belongs to none.
-            after_each_gradient(marks.position, marks.move_to),
-            operations.on(),
-        ):
+            instruments.enter(after_each_gradient(marks.position, marks.move_to))
+            instruments.enter(operations.on())
             self._begin_with_states(scope)
             if step.run is None:
                 call_in_training(model, self.batch[0])

@@ -11,11 +11,12 @@ import tensorflow as tf
 
 from kmp.backend import (
     RandomNumbers,
-    instance_attribute,
+    Undos,
     is_keras_class,
     is_passthrough,
     keras_internals,
     layers_by_path,
+    own_method,
     sublayers,
 )
 from kmp.records import LOSS_FUNCTION
@@ -89,11 +90,11 @@ class LayerMarks:
                 dtype.
         """
         layers = {model.name: model, **layers_by_path(model)}
-        with contextlib.ExitStack() as stack:
+        with Undos() as undos, undos:
             for path, layer in layers.items():
                 name = "quantized_call" if layer.quantization_mode else "call"
-                call = self._marking(path, layer, getattr(layer, name), has_dropout)
-                stack.enter_context(instance_attribute(layer, name, call))
+                marking = functools.partial(self._marking, path, layer, has_dropout)
+                undos.enter(own_method(layer, name, marking))
             yield
 
     @property
@@ -130,7 +131,7 @@ class LayerMarks:
         self.layer = layer
 
     def _marking(
-        self, path: str, layer: keras.Layer, call: Callable[..., Any], has_dropout: bool
+        self, path: str, layer: keras.Layer, has_dropout: bool, call: Callable[..., Any]
     ) -> Callable[..., Any]:
         """Returns the call of a layer with its marks."""
         is_random = _is_random(layer)

@@ -8,7 +8,13 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from kmp.backend import RandomNumbers, keras_internals, sublayers, without_tapes
+from kmp.backend import (
+    RandomNumbers,
+    dtype_policies_replaced,
+    keras_internals,
+    sublayers,
+    without_tapes,
+)
 from kmp.records import HARMFUL_OUTPUT_ERROR
 from kmp.replay.output_errors import Outputs, is_eager_float, largest_error, samples_of
 
@@ -90,7 +96,7 @@ class NewErrors:
         self.of_rounded_inputs[path] = max(error, self.of_rounded_inputs.get(path, 0.0))
 
     def _own_precision(self, layer: keras.Layer) -> contextlib.AbstractContextManager[None]:
-        return keras_internals.dtype_policies_replaced(
+        return dtype_policies_replaced(
             (inner, self._own_policies[id(inner)])
             for inner in sublayers(layer)
             if id(inner) in self._own_policies

@@ -1,10 +1,8 @@
 """The instruments of an eager pass: each has one subject, and is a context around the step."""
 
-from kmp.replay.instruments.eager_functions import functions_run_eagerly
 from kmp.replay.instruments.float32_computing import computing_in_float32
 from kmp.replay.instruments.operation_watch import OperationWatch
 from kmp.replay.instruments.received_gradients import ReceivedGradients, StepIsDone
-from kmp.replay.instruments.tf32 import tensor_float_32
 from kmp.replay.instruments.unchanged_weights import weights_unchanged
 
 __all__ = [
@@ -12,7 +10,5 @@ __all__ = [
     "ReceivedGradients",
     "StepIsDone",
     "computing_in_float32",
-    "functions_run_eagerly",
-    "tensor_float_32",
     "weights_unchanged",
 ]

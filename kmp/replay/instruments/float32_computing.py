@@ -5,7 +5,14 @@ from collections.abc import Iterator, Sequence
 
 import keras
 
-from kmp.backend import keras_internals, layers_in_16_bits, sublayers
+from kmp.backend import (
+    Undos,
+    dtype_policies_replaced,
+    keras_internals,
+    layers_in_16_bits,
+    sublayers,
+    variable_dtype_replaced,
+)
 from kmp.utils import DTYPES_16_BIT, FLOAT32
 
 
@@ -19,7 +26,7 @@ def computing_in_float32(layers: Sequence[keras.Layer]) -> Iterator[dict[int, ke
     own_policies = {id(layer): layer.dtype_policy for layer in found}
     policies = [(layer, _in_float32(layer)) for layer in found]
     with (
-        keras_internals.dtype_policies_replaced(policies),
+        dtype_policies_replaced(policies),
         _states_in_float32(layers),
     ):
         yield own_policies
@@ -53,12 +60,12 @@ def _in_float32(layer: keras.Layer) -> keras.DTypePolicy:
 @contextlib.contextmanager
 def _states_in_float32(layers: Sequence[keras.Layer]) -> Iterator[None]:
     """Does not round what a pass assigns to states in 16 bits, of layers in float32 too."""
-    with contextlib.ExitStack() as stack:
-        for layer in layers:
-            for inner in sublayers(layer):
-                for state in keras_internals.declared_not_trainable(inner):
-                    if state.dtype in DTYPES_16_BIT:
-                        stack.enter_context(
-                            keras_internals.variable_dtype_replaced(state, FLOAT32.name)
-                        )
+    states: list[keras.Variable] = []
+    for layer in layers:
+        for inner in sublayers(layer):
+            states += keras_internals.declared_not_trainable(inner)
+    with Undos() as undos, undos:
+        for state in states:
+            if state.dtype in DTYPES_16_BIT:
+                undos.enter(variable_dtype_replaced(state, FLOAT32.name))
         yield

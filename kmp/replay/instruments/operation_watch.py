@@ -2,7 +2,7 @@
 
 import contextlib
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from kmp.backend import watching_operations
@@ -43,9 +43,11 @@ class OperationWatch:
         self._deadline = deadline
         self._finds_nonfinite = finds_nonfinite
 
-    def on(self) -> contextlib.AbstractContextManager[None]:
+    @contextlib.contextmanager
+    def on(self) -> Iterator[None]:
         """Watches the operations of this thread in the context."""
-        return watching_operations(self._observe)
+        with watching_operations(self._observe):
+            yield
 
     def _observe(self, operation: str, inputs: Sequence[Any], outputs: Sequence[Any]) -> None:
         if time.monotonic() > self._deadline:

@@ -1,17 +1,20 @@
 """What the optimizers of a training step receive in a pass."""
 
 import contextlib
-from collections.abc import Iterator, Sequence
+import functools
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import keras
 import numpy as np
 import tensorflow as tf
 
-from kmp.backend import instance_attribute, keras_internals
+from kmp.backend import Undos, keras_internals, own_method
 from kmp.gradients import multiply_gradients
 from kmp.optimizer import LossScaleOptimizer
 from kmp.utils import FLOAT32
+
+Method = Callable[..., Any]
 
 
 class StepIsDone(BaseException):
@@ -57,12 +60,11 @@ class ReceivedGradients:
     @contextlib.contextmanager
     def in_place_of_updates(self) -> Iterator[None]:
         """Replaces the methods of the optimizers in the context."""
-        with contextlib.ExitStack() as stack:
+        with Undos() as undos, undos:
             for optimizer in self._optimizers:
-                stack.enter_context(_Receiver(self, optimizer).in_place())
+                undos.enter(_Receiver(self, optimizer).in_place())
                 if isinstance(optimizer, LossScaleOptimizer):
-                    inner = optimizer.inner_optimizer
-                    stack.enter_context(_Receiver(self, inner).in_place())
+                    undos.enter(_Receiver(self, optimizer.inner_optimizer).in_place())
             yield
 
     def add(
@@ -81,6 +83,12 @@ class ReceivedGradients:
             raise StepIsDone
 
 
+def _instead(method: Method, original: Method) -> Method:
+    """Returns a method that does not call the original one."""
+    del original
+    return method
+
+
 class _Receiver:
     """The methods of one optimizer in a pass."""
 
@@ -93,9 +101,10 @@ class _Receiver:
     @contextlib.contextmanager
     def in_place(self) -> Iterator[None]:
         names = ["apply", *(["scale_loss", "unscale"] if self._is_scaling else [])]
-        with contextlib.ExitStack() as stack:
+        with Undos() as undos, undos:
             for name in names:
-                stack.enter_context(instance_attribute(self._optimizer, name, getattr(self, name)))
+                method = getattr(self, name)
+                undos.enter(own_method(self._optimizer, name, functools.partial(_instead, method)))
             yield
 
     def scale_loss(self, loss: Any) -> Any:

@@ -1,4 +1,4 @@
-"""TF32, a GPU's default for products of float32."""
+"""TF32, a GPU's default for products of float32, for a whole measurement."""
 
 import contextlib
 from collections.abc import Iterator
