@@ -181,7 +181,7 @@ def _why_not(metrics: RunMetrics) -> tuple[str, str]:
     """Returns why batches were not compared, in parentheses, empty if it is not known; and what would compare them."""
     error, replicas = metrics.run.last("replay_error"), metrics.settings.get("replicas", 1)
     if error:
-        return f" (the replay of a batch failed with {error})", _FLOAT32_TRAINING
+        return f" (none could be replayed: {error})", _FLOAT32_TRAINING
     if replicas > 1:
         return f" ({replicas} replicas)", "a run on one replica"
     if not metrics.replays:

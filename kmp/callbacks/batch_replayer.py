@@ -37,9 +37,10 @@ _SHARE = 0.02
 
 
 class BatchReplayer:
-    """Replays a batch at the first step, each time the steps are four times as many, in the middle and at the end.
+    """Replays a batch at a few steps of a training.
 
-    And when many gradients are zero or steps are skipped. Captures the batch of the first step, of
+    At the first one, each time the steps are four times as many, in the middle and at the end. And
+    when many gradients are zero or steps are skipped. Captures the batch of the first step, of
     the step after a replay, and of each skipped step. After a replay that failed, `ReplayAttempts`
     decides what to replay next; without anything left, it warns once.
 
@@ -64,7 +65,12 @@ class BatchReplayer:
         self._capture: BatchCapture = guard.capture
 
     def begin(self, snapshot: Snapshot, planned_steps: int) -> None:
-        """Begins a training of a number of steps, 0 if that is not known: captures its first batch."""
+        """Begins a training: captures its first batch.
+
+        Args:
+            snapshot: The state of the optimizer.
+            planned_steps: The number of steps; 0 if that is not known.
+        """
         self._middle = snapshot.step + planned_steps // 2
         self._first = self._seen = (
             snapshot  # at the beginning, and at the last replay because of overflows
@@ -143,7 +149,10 @@ class BatchReplayer:
         return found
 
     def replay_stuck(self, snapshot: Snapshot, variables: Mapping[str, Any]) -> Record | None:
-        """Replays the last captured batch of a training that is stuck, as `replay_if_due`, unless it was replayed."""
+        """Replays the last captured batch of a training that is stuck, unless it was replayed.
+
+        Returns what `replay_if_due` does.
+        """
         captured = self._capture.read() if variables and not self._attempts.reason else None
         if captured is None or self._stuck_replays >= _MOST_STUCK_REPLAYS:
             return None
@@ -156,7 +165,10 @@ class BatchReplayer:
     def replay_again(
         self, snapshot: Snapshot, variables: Mapping[str, Any], usable_scale: float | None
     ) -> Record:
-        """Replays the batch of the last replay once more, after a change of the model, at a loss scale that fits."""
+        """Replays the batch of the last replay once more, after a change of the model.
+
+        The loss scale is at most the usable one.
+        """
         if self._replayed is None:
             return {"replay_error": "the batch was not kept"}
         if self._capture.is_of_loop:
@@ -255,7 +267,7 @@ class BatchReplayer:
         self._capture.request()
 
     def _has_more_overflows(self, snapshot: Snapshot) -> bool:
-        """Whether a loss was not finite, or gradients overflowed in a row or often, since the last replay."""
+        """Whether losses or gradients were not finite, in a row or often, since the last replay."""
         first, seen = self._first, self._seen
         losses = snapshot.nonfinite_loss_count - first.nonfinite_loss_count
         overflows = snapshot.overflow_count - first.overflow_count
@@ -270,7 +282,10 @@ class BatchReplayer:
         return is_new and is_often and self._step.run is not None
 
     def _is_comparison_due(self, snapshot: Snapshot, is_last: bool) -> bool:
-        """Whether to compare the precisions: at a few points of a training, and where many more gradients are zero."""
+        """Whether to compare the precisions.
+
+        At a few points of a training, and where many more gradients are zero.
+        """
         if snapshot.overflows_in_a_row or snapshot.step == self._last_step:
             return False
         if is_last or snapshot.step >= _COMPARED_AGAIN * self._last_step:

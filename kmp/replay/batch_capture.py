@@ -239,7 +239,7 @@ class BatchCapture:
     def _variables_of(
         self, specs: list[tuple[tf.DType, tf.TensorShape]], may_create: bool
     ) -> BatchVariables | None:
-        """Returns the variables of these specs; `None` if there are none and none may be created."""
+        """Returns the variables of these specs, or `None` if there are none."""
         for variables in self._structures:
             if variables.specs == specs:
                 return variables

@@ -1,4 +1,4 @@
-"""The two ways to copy a batch in a branch of the training step: in its step, or in the next one."""
+"""The two branches that copy a batch: in its own training step, or in the next one."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple

@@ -52,7 +52,7 @@ def test_requested_batch_and_skipped_batches_are_captured(mode):
     assert capture.read() is None
 
 
-def test_suspicious_examples_of_a_large_batch_are_captured_first_and_others_in_the_next_skipped_step():
+def test_suspicious_examples_are_captured_first_and_others_in_the_next_skipped_step():
     model, capture = captured_model("eager", optimizer=kmp.wrap("sgd", loss_scale=2.0**127))
     x = np.arange(768, dtype="float32").reshape(256, 3) / 768
     for rows in (range(128), [*range(158, 256), *range(30)]):  # 0.618 of the batch later
@@ -130,6 +130,25 @@ def with_unknown_rows(batch, count):
     )
     data = tf.data.Dataset.from_generator(lambda: iter([batch] * count), output_signature=spec)
     return data.apply(tf.data.experimental.assert_cardinality(count))
+
+
+def test_rows_of_which_some_are_known_are_captured_as_a_ragged_batch():
+    """A graph has labels of a known number, and nodes and edges of an unknown one."""
+    model = Graph()
+    model.compile("sgd", "mse", jit_compile=False)
+    model, capture = with_capture(model)
+
+    def batches():
+        for rows in (9, 7):
+            edges = np.ones((rows, 1), "float32"), np.zeros(rows, "int32")
+            yield dict(zip(("edges", "node"), edges, strict=True)), np.ones((4, 1), "float32")
+
+    edges = {"edges": tf.TensorSpec((None, 1)), "node": tf.TensorSpec((None,), tf.int32)}
+    signature = edges, tf.TensorSpec((4, 1))
+    data = tf.data.Dataset.from_generator(batches, output_signature=signature)
+    capture.request()
+    model.fit(data, steps_per_epoch=2, shuffle=False, verbose=0)
+    assert [len(tensor) for tensor in keras.tree.flatten(capture.read().data)] == [9, 9, 4]
 
 
 def test_ragged_batch_is_replayed_as_a_whole():
