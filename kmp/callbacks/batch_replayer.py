@@ -1,6 +1,5 @@
 """Decides when to replay a batch that the training saw."""
 
-import copy
 import functools
 import time
 from collections.abc import Mapping
@@ -21,6 +20,7 @@ from kmp.replay import (
     ReplayAttempts,
     TrainStep,
     failing_part,
+    reason_of,
     replay,
 )
 from kmp.utils import user_messages
@@ -80,7 +80,9 @@ class BatchReplayer:
         # A step that runs eagerly runs its Python code each time, which may count the calls.
         is_custom = self._step.is_custom
         self._attempts = ReplayAttempts(
-            runs_step=not (is_custom and self._model.run_eagerly), can_run_less=is_custom
+            runs_step=not (is_custom and self._model.run_eagerly),
+            can_run_less=is_custom,
+            takes_whole=self._capture.takes_whole,
         )
         self._has_warned = False
         self._largest_norms: dict[str, float] = {}  # of the gradients of each layer, in float32
@@ -107,11 +109,15 @@ class BatchReplayer:
         found = self._replay_if_due(snapshot, variables, is_last)
         if self._capture.failure:
             self._attempts.stop(self._capture.failure)
-        has_no_result = self._attempts.reason or (is_last and self._attempts.last_reason)
-        if has_no_result and not self._has_warned:
-            self._warn()
-            found = found or {"replay_error": has_no_result}
-        return found
+        reason = self._attempts.last_reason if is_last else self._attempts.reason
+        if reason is None or self._has_warned:
+            return found
+        self._has_warned = True
+        user_messages.warn(
+            f"kmp cannot replay a batch of {self._model.name!r} to find what float16 loses, and"
+            f" the training continues without replays: {reason}."
+        )
+        return found or {"replay_error": reason}
 
     def _replay_if_due(
         self, snapshot: Snapshot, variables: Mapping[str, Any], is_last: bool
@@ -119,28 +125,41 @@ class BatchReplayer:
         if self._attempts.reason:
             return None
         has_overflowed = self._has_more_overflows(snapshot)
-        has_failed_loss = snapshot.nonfinite_loss_count > self._seen.nonfinite_loss_count
         is_due = has_overflowed or self._is_comparison_due(snapshot, is_last)
-        if not is_due and snapshot.overflow_count > self._overflows_at_request:
-            self._request(
-                snapshot
-            )  # the batch of a skipped step has taken the place of another one
-        captured = self._capture.read() if is_due else None
-        if captured is None or not (
-            is_last or has_overflowed or self._seconds <= _MOST_SECONDS + self._share
-        ):
+        if not is_due:
+            if snapshot.overflow_count > self._overflows_at_request:
+                # The batch of a skipped step has taken the place of another one.
+                self._request(snapshot)
             return None
-        if not has_overflowed and captured.was_skipped:
-            self._request(snapshot)
-            return None  # the batch of a skipped step is no sample of the data
-        self._zero_share = max(self._zero_share, _zero_share(snapshot))
+        captured = self._capture.read()
+        if captured is None:
+            return None
         if has_overflowed:
-            failed: Failure = "loss" if has_failed_loss else "gradients"
-            found = self._replay(captured, variables, snapshot, captured.loss_scale, failed)
-            if not self._attempts.last_reason:  # else another attempt follows
-                self._overflow_replays += 1
-                self._seen = snapshot
-            return found
+            return self._replay_overflow(captured, variables, snapshot)
+        has_time = is_last or self._seconds <= _MOST_SECONDS + self._share
+        return self._replay_healthy(captured, variables, snapshot) if has_time else None
+
+    def _replay_overflow(
+        self, captured: CapturedBatch, variables: Mapping[str, Any], snapshot: Snapshot
+    ) -> Record:
+        """Replays the batch of a skipped step."""
+        self._zero_share = max(self._zero_share, _zero_share(snapshot))
+        has_failed_loss = snapshot.nonfinite_loss_count > self._seen.nonfinite_loss_count
+        failed: Failure = "loss" if has_failed_loss else "gradients"
+        found = self._replay(captured, variables, snapshot, captured.loss_scale, failed)
+        if not self._attempts.last_reason:  # else another attempt follows
+            self._overflow_replays += 1
+            self._seen = snapshot
+        return found
+
+    def _replay_healthy(
+        self, captured: CapturedBatch, variables: Mapping[str, Any], snapshot: Snapshot
+    ) -> Record | None:
+        """Replays a batch to compare the precisions."""
+        if captured.was_skipped:  # no sample of the data
+            self._request(snapshot)
+            return None
+        self._zero_share = max(self._zero_share, _zero_share(snapshot))
         began = time.monotonic()
         found = self._replay(captured, variables, snapshot, snapshot.loss_scale, None)
         self._seconds += time.monotonic() - began
@@ -174,11 +193,11 @@ class BatchReplayer:
         if self._capture.is_of_loop:
             return {"replay_error": "the functions of a custom training loop are not traced again"}
         scale = min(snapshot.loss_scale, usable_scale or snapshot.loss_scale)
-        before = copy.copy(self._attempts)
-        found = self._replay(self._replayed, variables, snapshot, scale, None)
-        if "replay_error" in found:  # of the change
-            self._attempts = before
-        return found
+        self._request(snapshot)
+        try:
+            return self._replay_once(self._replayed, variables, snapshot, scale, None)
+        except Exception as error:  # of the change
+            return {"replay_error": reason_of(error)}
 
     def _replay(
         self,
@@ -189,27 +208,53 @@ class BatchReplayer:
         failed: Failure | None,
     ) -> Record:
         """Replays a batch, and captures the next one. Returns the keys of a record."""
-        capture, attempts = self._capture, self._attempts
+        attempts = self._attempts
         self._request(snapshot)
-        if capture.unrestorable:
-            attempts.stop(f"a replay would change {capture.unrestorable}")
+        if self._capture.unrestorable:
+            attempts.stop(f"a replay would change {self._capture.unrestorable}")
             return {"replay_error": attempts.reason}
-        began, most = time.monotonic(), max(_MOST_SECONDS, self._share)
-        parts = attempts.parts(captured)
-        runs_step = attempts.runs_step and not capture.is_of_loop
+        try:
+            found = self._replay_once(captured, variables, snapshot, loss_scale, failed)
+        except TimeoutError as error:
+            attempts.took_too_long(self._replayed)
+            return {"replay_error": f"TimeoutError: {error}"}
+        # The user's code may fail outside its training step, or memory may be too small.
+        except Exception as error:
+            following = attempts.failed(error, self._replayed, captured)
+            if following == "same batch":
+                return self._replay(captured, variables, snapshot, loss_scale, failed)
+            if following == "whole batch":
+                self._take_whole(captured)
+            return {"replay_error": attempts.last_reason}
+        attempts.succeeded()
+        return found
+
+    def _replay_once(
+        self,
+        captured: CapturedBatch,
+        variables: Mapping[str, Any],
+        snapshot: Snapshot,
+        loss_scale: float,
+        failed: Failure | None,
+    ) -> Record:
+        """Replays a part of a batch. Returns the keys of a record."""
+        began, most = time.monotonic(), self._most_seconds
+        parts = self._attempts.parts(captured)
+        self._replayed = CapturedBatch(parts[0], *captured[1:])
+        runs_step = self._attempts.runs_step and not self._capture.is_of_loop
         passes = Passes(
             self._model,
             parts[0],
             self._step if runs_step else replace(self._step, run=None),
             variables,
-            restored=capture.variables,
+            restored=self._capture.variables,
             deadline=began + most / 2,
         )
+        if failed and len(parts) > 1:
+            part = failing_part(passes, parts, failed, loss_scale, captured.batch_size)
+            passes = replace(passes, data=part)
+            self._replayed = CapturedBatch(part, *captured[1:])
         try:
-            if failed and len(parts) > 1:
-                part = failing_part(passes, parts, failed, loss_scale, captured.batch_size)
-                passes = replace(passes, data=part)
-            self._replayed = CapturedBatch(passes.data, *captured[1:])
             found, reference = replay(
                 replace(passes, deadline=began + most),
                 step=snapshot.step,
@@ -218,28 +263,19 @@ class BatchReplayer:
                 failed=failed,
                 largest_norms=self._largest_norms,
             )
-            check_record({"replay": found})
         except TimeoutError:
-            attempts.took_too_long(passes.examples, passes.data)
-            return {
-                "replay_error": (
-                    f"TimeoutError: {passes.examples} examples take longer than {most:.0f} s"
-                )
-            }
-        # the user's code may fail outside its training step, or memory may be too small
-        except Exception as error:
-            following = attempts.failed(error, passes.examples, captured)
-            if following == "same batch":
-                return self._replay(captured, variables, snapshot, loss_scale, failed)
-            if following == "whole batch":
-                self._take_whole(captured)
-            return {"replay_error": attempts.last_reason}
+            raise TimeoutError(
+                f"{passes.examples} examples take longer than {most:.0f} s"
+            ) from None
+        check_record({"replay": found})
         if time.monotonic() - began > most:  # the search may have ended early
-            attempts.took_too_long(passes.examples, passes.data)
-        attempts.succeeded()
+            self._attempts.take_fewer(self._replayed)
         for each in found.gradient_errors:
             self._largest_norms[each.layer] = max(each.norm, each.largest_norm)
-        return {"replay": found} | ({"reference": reference} if reference else {})
+        record: Record = {"replay": found}
+        if reference:
+            record["reference"] = reference
+        return record
 
     def _take_whole(self, captured: CapturedBatch) -> None:
         """Captures whole batches from now on, by another trace of the step."""
@@ -249,12 +285,10 @@ class BatchReplayer:
         self._capture.request()
         self._model.make_train_function(force=True)
 
-    def _warn(self) -> None:
-        self._has_warned = True
-        user_messages.warn(
-            f"kmp cannot replay a batch of {self._model.name!r} to find what float16 loses, and"
-            f" the training continues without replays: {self._attempts.last_reason}."
-        )
+    @property
+    def _most_seconds(self) -> float:
+        """The seconds that one replay may take."""
+        return max(_MOST_SECONDS, self._share)
 
     @property
     def _share(self) -> float:
@@ -279,7 +313,7 @@ class BatchReplayer:
         is_new = count > 0 and overflows > 2 * (seen.overflow_count - first.overflow_count)
         is_often = snapshot.overflows_in_a_row >= _OVERFLOWS_IN_A_ROW or count >= _MANY_OVERFLOWS
         is_often |= snapshot.overflows_at_min_scale > seen.overflows_at_min_scale
-        return is_new and is_often and self._step.run is not None
+        return is_new and is_often and self._attempts.runs_step
 
     def _is_comparison_due(self, snapshot: Snapshot, is_last: bool) -> bool:
         """Whether to compare the precisions.

@@ -3,6 +3,7 @@
 from kmp.replay.batch_capture import MOST_EXAMPLES, BatchCapture, CapturedBatch, is_ragged
 from kmp.replay.batch_replay import Failure, failing_part, replay
 from kmp.replay.eager_pass import Passes, TrainStep
+from kmp.replay.failure_reasons import reason_of
 from kmp.replay.replay_attempts import ReplayAttempts
 from kmp.replay.tf32 import tensor_float_32
 
@@ -16,6 +17,7 @@ __all__ = [
     "TrainStep",
     "failing_part",
     "is_ragged",
+    "reason_of",
     "replay",
     "tensor_float_32",
 ]

@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import threading
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -37,12 +38,17 @@ class CapturedBatch(NamedTuple):
     loss_scale: float
     was_skipped: bool = False
 
+    @property
+    def examples(self) -> int:
+        """The number of examples that were captured."""
+        return len(keras.tree.flatten(self.data)[0])
+
     def parts(self, examples: int) -> list[Any]:
         """Returns the data in parts of at most this many examples; a ragged batch has one part."""
         if is_ragged(self.data):
             return [self.data]
-        rows = len(keras.tree.flatten(self.data)[0])
-        return [_rows_of(self.data, start, examples) for start in range(0, rows, examples)]
+        starts = range(0, self.examples, examples)
+        return [_rows_of(self.data, start, examples) for start in starts]
 
 
 class BatchCapture:
@@ -95,6 +101,11 @@ class BatchCapture:
         self._structures: list[BatchVariables] = []
         self._whole_rows: int | None = None  # of a batch to capture as a whole
 
+    @property
+    def takes_whole(self) -> bool:
+        """Whether batches are captured as a whole."""
+        return self._whole_rows is not None
+
     def request(self) -> None:
         """Captures the batch of the next step."""
         self._is_requested.assign(1)
@@ -129,11 +140,12 @@ class BatchCapture:
         The batch is the inputs of the model's first call in it.
         """
         inputs: list[Any] = []
-        call = self._model.call
+        call, thread = self._model.call, threading.get_ident()
 
         @functools.wraps(call)
         def recording_call(*args: Any, **kwargs: Any) -> Any:
-            if args and not inputs and kwargs.get("training", True):
+            is_of_step = threading.get_ident() == thread and kwargs.get("training", True)
+            if args and not inputs and is_of_step:
                 inputs.append(args[0])
             return call(*args, **kwargs)
 
@@ -215,8 +227,7 @@ class BatchCapture:
                 known, unless_assigned=self._is_custom
             )
             branch = self._next_step if self.optimizer.compiles_step else self._same_step
-            is_whole = self._whole_rows is not None
-            branch.add(variables, tensors, before, is_whole=is_whole)
+            branch.add(variables, tensors, before, is_whole=self.takes_whole)
 
     def _variables_in_trace(self, tensors: Tensors) -> BatchVariables | None:
         """Returns the variables for tensors of the function that is traced now.
@@ -254,7 +265,7 @@ class BatchCapture:
         if before is None:
             return None
         for variables in self._structures:
-            self._next_step.copy_kept(variables, before, is_whole=self._whole_rows is not None)
+            self._next_step.copy_kept(variables, before, is_whole=self.takes_whole)
         self._next_step.forget()
         step, batch_size, loss_scale, index, was_skipped = self._about.numpy().tolist()
         if not step:

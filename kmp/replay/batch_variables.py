@@ -147,14 +147,18 @@ def variable_specs(
     """
     if not tensors or not all(_is_capturable(tensor, is_xla) for tensor in tensors):
         return None
-    rows = None
-    if is_xla:
-        if len({tensor.shape[0] for tensor in tensors}) > 1:
-            return None
-        rows = whole_rows or _most_examples(tensors)
-    specs = [(each.dtype, tf.TensorShape([rows, *each.shape[1:]])) for each in tensors]
-    is_too_large = is_xla and whole_rows is not None and not is_small(specs, whole_rows)
-    return None if is_too_large else specs
+    if not is_xla:
+        return _specs(tensors, None)
+    if len({tensor.shape[0] for tensor in tensors}) > 1:
+        return None
+    if whole_rows is None:
+        return _specs(tensors, _most_examples(tensors))
+    specs = _specs(tensors, whole_rows)
+    return specs if is_small(specs, whole_rows) else None
+
+
+def _specs(tensors: Tensors, rows: int | None) -> list[tuple[tf.DType, tf.TensorShape]]:
+    return [(each.dtype, tf.TensorShape([rows, *each.shape[1:]])) for each in tensors]
 
 
 def is_small(specs: Sequence[tuple[tf.DType, tf.TensorShape]], rows: int) -> bool:

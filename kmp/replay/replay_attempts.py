@@ -25,6 +25,7 @@ class ReplayAttempts:
         runs_step: Whether the training step can be replayed, not the forward pass alone.
         can_run_less: Whether the forward pass alone may be possible where the step is not: a step
             of the user's own.
+        takes_whole: Whether batches are captured as a whole already.
 
     Attributes:
         examples: The most examples of a replay.
@@ -34,10 +35,10 @@ class ReplayAttempts:
         last_reason: Why the last replay failed, or `None` if it did not.
     """
 
-    def __init__(self, *, runs_step: bool, can_run_less: bool) -> None:
+    def __init__(self, *, runs_step: bool, can_run_less: bool, takes_whole: bool = False) -> None:
         self.examples = MOST_EXAMPLES
         self.runs_step = runs_step
-        self.takes_whole = False
+        self.takes_whole = takes_whole
         self.reason: str | None = None
         self.last_reason: str | None = None
         self._has_step = runs_step
@@ -53,18 +54,26 @@ class ReplayAttempts:
         self._failures = 0
         self.last_reason = None
 
-    def took_too_long(self, examples: int, data: Any) -> None:
-        """Replays fewer examples from now on, if the batch has parts."""
-        self.examples = max(_FEWEST, examples // 4)
-        if self.takes_whole or is_ragged(data):
-            self.stop("the replay of a batch, which has no parts, takes too long")
+    def take_fewer(self, replayed: CapturedBatch | None) -> bool:
+        """Replays fewer examples from now on than these; returns whether the batch has parts."""
+        if replayed is None or self.takes_whole or is_ragged(replayed.data):
+            return False
+        self.examples = max(_FEWEST, replayed.examples // 4)
+        return True
 
-    def failed(self, error: Exception, examples: int, captured: CapturedBatch) -> NextAttempt:
+    def took_too_long(self, replayed: CapturedBatch | None) -> None:
+        """Replays fewer examples from now on, or nothing if the batch has no parts."""
+        if not self.take_fewer(replayed):
+            self.stop("the replay of a batch without parts takes too long")
+
+    def failed(
+        self, error: Exception, replayed: CapturedBatch | None, captured: CapturedBatch
+    ) -> NextAttempt:
         """Returns what to replay next, after an error.
 
         Args:
             error: The error.
-            examples: The number of examples that were replayed.
+            replayed: The part of the batch that was replayed.
             captured: The batch.
         """
         self.last_reason = reason_of(error)
@@ -72,9 +81,9 @@ class ReplayAttempts:
             self.runs_step = False
             return "same batch"
         self._failures += 1
+        examples = replayed.examples if replayed else captured.examples
         if isinstance(error, tf.errors.ResourceExhaustedError | MemoryError):
-            if examples > _FEWEST and not self.takes_whole and not is_ragged(captured.data):
-                self.examples = max(_FEWEST, examples // 4)
+            if examples > _FEWEST and self.take_fewer(replayed):
                 return "same batch"
         elif not self.takes_whole and examples < captured.batch_size:
             self.takes_whole = True
