@@ -83,7 +83,7 @@ def _why_not(run: RunMetrics) -> tuple[str, str]:
     """Returns why batches were not compared, in parentheses, and what would compare them."""
     error, replicas = run.run.last("replay_error"), run.settings.get("replicas", 1)
     if error:
-        return f" (the replay of a batch failed with {error})", _FLOAT32_TRAINING
+        return f" (none could be replayed: {error})", _FLOAT32_TRAINING
     if replicas > 1:
         return f" ({replicas} replicas)", "a run on one replica"
     if not run.replays:

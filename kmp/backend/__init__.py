@@ -1,13 +1,15 @@
-"""What kmp uses of Keras' and TensorFlow's private names, each with its reason, and what is built directly on them."""
+"""What kmp replaces and uses of Keras' and TensorFlow's private names, each with its reason."""
 
 from kmp.backend import distribution as distribution
 from kmp.backend import keras_internals as keras_internals
 from kmp.backend import tensorflow_internals as tensorflow_internals
-from kmp.backend import trainer_fixes as trainer_fixes
 from kmp.backend import xla as xla
 from kmp.backend.graph_traffic import Cost as Cost
 from kmp.backend.graph_traffic import Traffic as Traffic
 from kmp.backend.graph_traffic import traffic_of as traffic_of
+from kmp.backend.inventory import PATCHES as PATCHES
+from kmp.backend.inventory import Patch as Patch
+from kmp.backend.inventory import Reason as Reason
 from kmp.backend.jit_support import jit_compilation as jit_compilation
 from kmp.backend.keras_internals import compute_dtypes as compute_dtypes
 from kmp.backend.keras_internals import computing_layers as computing_layers
@@ -25,15 +27,20 @@ from kmp.backend.keras_internals import output_layers as output_layers
 from kmp.backend.keras_internals import rnn_states as rnn_states
 from kmp.backend.keras_internals import sublayers as sublayers
 from kmp.backend.keras_internals import unconnected_copy as unconnected_copy
-from kmp.backend.patching import Replacement as Replacement
-from kmp.backend.patching import replace_policy_state as replace_policy_state
+from kmp.backend.patching import patches as patches
 from kmp.backend.state_rollback import ResourceVariable as ResourceVariable
 from kmp.backend.state_rollback import state_of_trace as state_of_trace
 from kmp.backend.state_rollback import state_restored as state_restored
 from kmp.backend.tensorflow_internals import RandomNumbers as RandomNumbers
 from kmp.backend.tensorflow_internals import after_each_gradient as after_each_gradient
 from kmp.backend.tensorflow_internals import equal_random_numbers as equal_random_numbers
+from kmp.backend.tensorflow_internals import functions_run_eagerly as functions_run_eagerly
 from kmp.backend.tensorflow_internals import watching_operations as watching_operations
 from kmp.backend.tensorflow_internals import without_tapes as without_tapes
+from kmp.backend.tensorflow_internals import without_tensor_float_32 as without_tensor_float_32
+from kmp.backend.thread_overrides import dtype_policies_replaced as dtype_policies_replaced
+from kmp.backend.thread_overrides import own_method as own_method
+from kmp.backend.thread_overrides import variable_dtype_replaced as variable_dtype_replaced
+from kmp.backend.undo import Undos as Undos
 from kmp.backend.xla import call_if as call_if
 from kmp.backend.xla import outlined as outlined

@@ -4,12 +4,12 @@ import contextlib
 import importlib
 import re
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager
 from typing import Any, TypeVar, cast
 
 import keras
 import tensorflow as tf
 
+from kmp.backend.undo import Undos
 from kmp.utils import DTYPES_16_BIT
 
 Method = TypeVar("Method", bound=Callable[..., Any])
@@ -204,31 +204,19 @@ def global_policy(policy: str) -> Iterator[None]:
 @contextlib.contextmanager
 def instance_attribute(instance: Any, name: str, value: Any) -> Iterator[None]:
     """Sets an attribute in the context, without Keras' `__setattr__`, which would track it; `None` removes it."""
-    previous = vars(instance).pop(name, None)
-    if value is not None:
-        vars(instance)[name] = value
-    try:
-        yield
-    finally:
+    previous = vars(instance).get(name)
+
+    def restore() -> None:
         vars(instance).pop(name, None)
         if previous is not None:
             vars(instance)[name] = previous
 
-
-@contextlib.contextmanager
-def dtype_policies_replaced(
-    policies: Iterable[tuple[keras.Layer, keras.DTypePolicy]],
-) -> Iterator[None]:
-    """Sets policies of layers in the context. The public setter would change a `DTypePolicyMap`, and quantize."""
-    with contextlib.ExitStack() as stack:
-        for layer, policy in policies:
-            stack.enter_context(instance_attribute(layer, "_dtype_policy", policy))
+    with Undos() as undos, undos:
+        undos.add(restore)
+        vars(instance).pop(name, None)
+        if value is not None:
+            vars(instance)[name] = value
         yield
-
-
-def variable_dtype_replaced(variable: keras.Variable, dtype: str) -> AbstractContextManager[None]:
-    """Sets the dtype to which Keras converts what is assigned to a variable in the context; it has no public setter."""
-    return instance_attribute(variable, "_dtype", dtype)
 
 
 def declared_trainable(layer: keras.Layer) -> list[keras.Variable]:
@@ -248,12 +236,9 @@ def is_symbolic() -> bool:
     )
 
 
-def functional_input_cast() -> tuple[type, str]:
-    """Returns the class and the method that casts the arguments of a functional model to the dtypes of its `Input`s."""
-    return (
-        importlib.import_module("keras.src.models.functional").Functional,
-        "_convert_inputs_to_tensors",
-    )
+def functional_input_cast() -> str | None:
+    """Returns the method of a functional model that casts its arguments to those of its `Input`s."""
+    return "_convert_inputs_to_tensors"
 
 
 def layers_by_path(model: keras.Model) -> dict[str, keras.Layer]:

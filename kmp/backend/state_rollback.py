@@ -1,6 +1,7 @@
 """Passes that are not part of the training: the state of the model is as before."""
 
 import contextlib
+import functools
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
@@ -8,6 +9,7 @@ import keras
 import tensorflow as tf
 
 from kmp.backend.keras_internals import sublayers
+from kmp.backend.undo import Undos
 
 # Operations whose state is not in a variable, by the reason in the words of a user.
 _UNRESTORABLE = {
@@ -67,16 +69,22 @@ def state_restored(
         for variable in own
         if isinstance(variable, tf.Variable)
     ]
-    try:
-        with keras.StatelessScope(collect_losses=True) as scope:
-            # Keras reads the variables of regularizers from the scope only. TensorFlow's variables,
-            # which a tape can differentiate by, stand there: tensors could not.
-            for variable in model.trainable_variables:
-                scope.add_update((variable, variable.value))
-            yield scope
-    finally:
+    scope = keras.StatelessScope(collect_losses=True)
+    with Undos() as undos, undos:
         for assign, value in saved:
-            assign(value)
+            undos.add(functools.partial(assign, value))
+        undos.add(functools.partial(_leave, scope))
+        scope.__enter__()
+        # Keras reads the variables of regularizers from the scope only. TensorFlow's variables,
+        # which a tape can differentiate by, stand there: tensors could not.
+        for variable in model.trainable_variables:
+            scope.add_update((variable, variable.value))
+        yield scope
+
+
+def _leave(scope: keras.StatelessScope) -> None:
+    if hasattr(scope, "original_scope"):  # it was entered
+        scope.__exit__(None, None, None)
 
 
 def state_of_trace(

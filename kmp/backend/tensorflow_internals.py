@@ -1,19 +1,28 @@
-"""TensorFlow's private functions that kmp uses. TensorFlow 2.21 has no public name for what they return or do."""
+"""TensorFlow's private functions that kmp uses.
+
+TensorFlow 2.21 has no public name for what they return or do. What a context here changes, it
+changes for its own thread; the exception is TF32, which is a setting of the process.
+"""
 
 import contextlib
 import functools
+import random
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
 import tensorflow as tf
-from tensorflow.python.eager import context, record
+from tensorflow.python.eager import record
 from tensorflow.python.framework import config, op_callbacks
-from tensorflow.python.ops import gen_random_ops
 from tensorflow.python.util import _pywrap_util_port
 
-from kmp.backend.patching import Replacement
+from kmp.backend.inventory import Reason
+from kmp.backend.patching import patches
+from kmp.backend.undo import Context, Undos
 from kmp.utils import FORMATS_16_BIT
+
+Value = TypeVar("Value")
 
 
 def is_deterministic() -> bool:
@@ -30,7 +39,9 @@ def is_onednn_enabled() -> bool:
 def watching_operations(
     observe: Callable[[str, Sequence[tf.Tensor], Sequence[tf.Tensor]], None],
 ) -> Iterator[None]:
-    """Calls a function after each operation that this thread runs eagerly, like `enable_check_numerics` in TensorFlow.
+    """Calls a function after each operation that this thread runs eagerly in the context.
+
+    `tf.debugging.enable_check_numerics` works like this.
 
     Args:
         observe: Gets the type of the operation, its inputs and its outputs. It must not run
@@ -47,15 +58,25 @@ def watching_operations(
     ) -> None:
         del attributes, op_name
         if graph is None:
-            observe(
-                operation.decode() if isinstance(operation, bytes) else operation, inputs, outputs
-            )
+            name = operation.decode() if isinstance(operation, bytes) else operation
+            observe(name, inputs, outputs)
 
-    op_callbacks.add_op_callback(callback)
-    try:
+    def remove() -> None:
+        with contextlib.suppress(KeyError):  # not added, or removed already
+            op_callbacks.remove_op_callback(callback)
+
+    with Undos() as undos, undos:
+        undos.add(remove)
+        op_callbacks.add_op_callback(callback)
         yield
-    finally:
-        op_callbacks.remove_op_callback(callback)
+
+
+def without_tapes() -> contextlib.AbstractContextManager[None]:
+    """Stops the recording of all tapes in the context.
+
+    The public method of a tape stops that tape only.
+    """
+    return record.stop_recording()
 
 
 class RandomNumbers:
@@ -63,51 +84,81 @@ class RandomNumbers:
 
     def __init__(self) -> None:
         self.position = 0
+        self.operation_seeds = random.Random(0)
+
+
+@dataclass
+class _ThreadState(threading.local):
+    """What the contexts of this module have set in this thread; the last one applies."""
+
+    numbers: list[RandomNumbers] = field(default_factory=list)
+    hooks: list["_GradientHook"] = field(default_factory=list)
+    eager: list[object] = field(default_factory=list)
+
+
+@dataclass(frozen=True, eq=False)
+class _GradientHook:
+    before: Callable[[], Any]
+    after: Callable[[Any], None]
+
+
+_state = _ThreadState()
 
 
 @contextlib.contextmanager
-def equal_random_numbers() -> Iterator[RandomNumbers]:
-    """Makes eager `tf.random.normal`, `uniform` and `truncated_normal` draw the same numbers in each such context.
+def _in_this_thread(values: list[Value], value: Value) -> Iterator[Value]:
+    """Adds a value to a list of `_state` in the context, with the patches of a replay."""
 
-    In every dtype: those of 16 bits are rounded from float32. Their own operations continue a
-    stream that nobody can set back. What this thread draws after the context is as if there had
-    been none: the generator of seeds for such operations, if there is a seed, is restored. As with
-    `after_each_gradient`, the caller holds a lock.
+    def remove() -> None:
+        values[:] = [each for each in values if each is not value]
+
+    with Undos() as undos, undos:
+        undos.enter(patches.holding(Reason.REPLAY))
+        undos.add(remove)
+        values.append(value)
+        yield value
+
+
+def equal_random_numbers() -> Context[RandomNumbers]:
+    """Makes this thread draw the same numbers from eager random operations in each such context.
+
+    That holds for `tf.random.normal`, `uniform` and `truncated_normal` in every dtype: numbers of
+    16 bits are rounded from float32. Their own operations continue a stream that nobody can set
+    back. Other threads draw from their streams as if there were no such context, and so does this
+    thread after it: no stream is advanced, and none is set back.
     """
-    owner, numbers = threading.get_ident(), RandomNumbers()
-    generator = getattr(context.context(), "_rng", None)
+    return _in_this_thread(_state.numbers, RandomNumbers())
 
-    def make(
-        draw: Callable[..., tf.Tensor], original: Callable[..., tf.Tensor]
-    ) -> Callable[..., tf.Tensor]:
+
+def operation_seed_patch(original: Callable[..., int]) -> Callable[..., int]:
+    """Patches the generator of seeds for eager operations, which is one for all threads."""
+
+    @functools.wraps(original)
+    def _internal_operation_seed(self: Any) -> int:
+        if not _state.numbers:
+            return original(self)
+        return _state.numbers[-1].operation_seeds.randint(0, 2**31 - 1)
+
+    return _internal_operation_seed
+
+
+def _random_patch(draw: Callable[..., tf.Tensor]) -> Callable[[Any], Any]:
+    """Returns a patch of an operation that draws with `draw(shape, ..., seed=seed)` instead."""
+
+    def patch(original: Callable[..., tf.Tensor]) -> Callable[..., tf.Tensor]:
         @functools.wraps(original)
         def operation(*args: Any, **kwargs: Any) -> tf.Tensor:
-            if threading.get_ident() != owner or not tf.executing_eagerly():
+            if not _state.numbers or not tf.executing_eagerly():
                 return original(*args, **kwargs)
+            numbers = _state.numbers[-1]
             numbers.position += 1
-            kept = {
-                name: value
-                for name, value in kwargs.items()
-                if name not in ("seed", "seed2", "name")
-            }
-            return draw(*args, **kept, seed=(numbers.position, 0))
+            for name in ("seed", "seed2", "name"):
+                kwargs.pop(name, None)
+            return draw(*args, **kwargs, seed=(numbers.position, 0))
 
         return operation
 
-    draws: dict[str, Callable[..., tf.Tensor]] = {
-        "random_standard_normal": functools.partial(_draw_floats, tf.random.stateless_normal),
-        "random_uniform": functools.partial(
-            _draw_floats, tf.random.stateless_uniform, below_one=True
-        ),
-        "random_uniform_int": _draw_integers,
-        "truncated_normal": functools.partial(_draw_floats, tf.random.stateless_truncated_normal),
-    }
-    with contextlib.ExitStack() as stack:
-        if generator:
-            stack.callback(generator.setstate, generator.getstate())
-        for name, draw in draws.items():
-            stack.callback(Replacement(gen_random_ops, name, functools.partial(make, draw)).remove)
-        yield numbers
+    return patch
 
 
 def _draw_floats(
@@ -122,47 +173,119 @@ def _draw_floats(
     if number_format is None:
         return draw(shape, seed, dtype=dtype)
     numbers = tf.cast(draw(shape, seed, dtype=tf.float32), dtype)
-    return (
-        tf.minimum(numbers, 1.0 - 2.0 ** -(number_format.fraction_bits + 1))
-        if below_one
-        else numbers
-    )
+    if not below_one:
+        return numbers
+    return tf.minimum(numbers, 1.0 - 2.0 ** -(number_format.fraction_bits + 1))
 
 
 def _draw_integers(shape: Any, minval: Any, maxval: Any, *, seed: Sequence[int]) -> tf.Tensor:
-    return tf.random.stateless_uniform(
-        shape, seed, minval, maxval, tf.convert_to_tensor(minval).dtype
-    )
+    dtype = tf.convert_to_tensor(minval).dtype
+    return tf.random.stateless_uniform(shape, seed, minval, maxval, dtype)
 
 
-def without_tapes() -> contextlib.AbstractContextManager[None]:
-    """Stops the recording of all tapes in the context. The public method of a tape stops that tape only."""
-    return record.stop_recording()
+random_standard_normal_patch = _random_patch(
+    functools.partial(_draw_floats, tf.random.stateless_normal)
+)
+random_uniform_patch = _random_patch(
+    functools.partial(_draw_floats, tf.random.stateless_uniform, below_one=True)
+)
+random_uniform_int_patch = _random_patch(_draw_integers)
+truncated_normal_patch = _random_patch(
+    functools.partial(_draw_floats, tf.random.stateless_truncated_normal)
+)
+
+
+def after_each_gradient(
+    before: Callable[[], Any], after: Callable[[Any], None]
+) -> Context["_GradientHook"]:
+    """Calls a function after each `tf.GradientTape.gradient` of this thread in the context.
+
+    Args:
+        before: Called without arguments before the gradient is computed.
+        after: Called with what `before` returned, also after an exception.
+    """
+    return _in_this_thread(_state.hooks, _GradientHook(before, after))
+
+
+def gradient_patch(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Patches `tf.GradientTape.gradient` to call the functions of `after_each_gradient`."""
+
+    @functools.wraps(original)
+    def gradient(self: tf.GradientTape, *args: Any, **kwargs: Any) -> Any:
+        if not _state.hooks:
+            return original(self, *args, **kwargs)
+        hook = _state.hooks[-1]
+        state = hook.before()
+        try:
+            return original(self, *args, **kwargs)
+        finally:
+            hook.after(state)
+
+    return gradient
+
+
+def functions_run_eagerly() -> Context[object]:
+    """Runs each `tf.function` that this thread calls in the context eagerly.
+
+    Other threads run theirs as before, unlike with `tf.config.run_functions_eagerly`. Functions
+    that `tf.vectorized_map` and `tf.map_fn` create for themselves need a graph and are traced.
+    """
+    return _in_this_thread(_state.eager, object())
+
+
+def run_eagerly_patch(original: property) -> property:
+    """Patches what a `tf.function` reads to know whether it runs eagerly."""
+    read: Any = original.fget
+
+    @functools.wraps(read)
+    def _run_functions_eagerly(self: Any) -> bool:
+        if not _state.eager:
+            return read(self)
+        module = str(getattr(self.python_function, "__module__", ""))
+        return not module.startswith("tensorflow.python.ops.parallel_for")
+
+    return property(_run_functions_eagerly, doc=original.__doc__)
+
+
+_tf32_lock = threading.Lock()
+_tf32_holders: list[object] = []
 
 
 @contextlib.contextmanager
-def after_each_gradient(before: Callable[[], Any], after: Callable[[Any], None]) -> Iterator[None]:
-    """Calls `after` with what `before` returned, around each `tf.GradientTape.gradient` of this thread in the context.
+def without_tensor_float_32() -> Iterator[None]:
+    """Disables TF32 in the context, where a GPU has it: in all threads.
 
-    Of two such contexts that overlap in two threads, one would stay: the caller holds a lock.
+    TF32 is a GPU's default for float32 and rounds the operands of products to 11 bits. TensorFlow
+    keeps the setting in the process, so float32 products of other threads are exact, and slower,
+    in the meantime. Nothing is changed on a machine without such a GPU.
     """
-    owner = threading.get_ident()
-
-    def make(original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def gradient(self: tf.GradientTape, *args: Any, **kwargs: Any) -> Any:
-            if threading.get_ident() != owner:
-                return original(self, *args, **kwargs)
-            state = before()
-            try:
-                return original(self, *args, **kwargs)
-            finally:
-                after(state)
-
-        return gradient
-
-    replacement = Replacement(tf.GradientTape, "gradient", make)
-    try:
+    if not _has_tensor_float_32():
         yield
-    finally:
-        replacement.remove()
+        return
+    holder = object()
+
+    def release() -> None:
+        with _tf32_lock:
+            if holder in _tf32_holders:
+                if len(_tf32_holders) == 1:
+                    tf.config.experimental.enable_tensor_float_32_execution(True)
+                _tf32_holders.remove(holder)
+
+    with Undos() as undos, undos:
+        undos.add(release)
+        with _tf32_lock:
+            is_allowed = tf.config.experimental.tensor_float_32_execution_enabled()
+            if is_allowed or _tf32_holders:  # else the user has disabled it
+                _tf32_holders.append(holder)
+                tf.config.experimental.enable_tensor_float_32_execution(False)
+        yield
+
+
+@functools.cache
+def _has_tensor_float_32() -> bool:
+    """Whether a GPU that TensorFlow computes on has TF32: compute capability 8.0 or later."""
+    for device in tf.config.get_visible_devices("GPU"):
+        details = tf.config.experimental.get_device_details(device)
+        if details.get("compute_capability", (8, 0)) >= (8, 0):
+            return True
+    return False

@@ -7,8 +7,7 @@ other cases the fixed functions behave like Keras'.
 """
 
 import functools
-import importlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import keras
@@ -16,23 +15,11 @@ import tensorflow as tf
 from keras import tree
 
 from kmp.backend import distribution
-from kmp.backend.keras_internals import defining_class
-from kmp.backend.patching import Replacement
 
 
-def apply_multi_worker_fixes() -> Iterator[Replacement]:
-    """Fixes `fit`, `evaluate` and `predict` for several workers, and yields the patches; none if Keras has changed."""
-    try:  # both are private; tests fail if Keras moves them
-        trainer = importlib.import_module("keras.src.backend.tensorflow.trainer")
-        builder = defining_class(keras.Model, "_maybe_symbolic_build")
-        _ = trainer.reduce_per_replica
-    except (ImportError, AttributeError, StopIteration):
-        return
-    yield Replacement(builder, "_maybe_symbolic_build", _building_from_local_batch)
-    yield Replacement(trainer, "reduce_per_replica", _reducing_logs)
+def symbolic_build_patch(original: Callable[..., None]) -> Callable[..., None]:
+    """Patches the trainer to build the model from the batch of one replica."""
 
-
-def _building_from_local_batch(original: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(original)
     def _maybe_symbolic_build(
         self: keras.Model, iterator: Any = None, data_batch: Any = None
@@ -50,7 +37,9 @@ def _building_from_local_batch(original: Callable[..., None]) -> Callable[..., N
     return _maybe_symbolic_build
 
 
-def _reducing_logs(original: Callable[..., Any]) -> Callable[..., Any]:
+def reduce_per_replica_patch(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Patches the trainer to average logs over workers as they are."""
+
     @functools.wraps(original)
     def reduce_per_replica(
         values: Any, strategy: tf.distribute.Strategy, reduction: str = "auto"

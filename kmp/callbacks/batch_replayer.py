@@ -1,7 +1,6 @@
 """Decides when to replay a batch that the training saw."""
 
 import functools
-import logging
 import time
 from collections.abc import Mapping
 from dataclasses import replace
@@ -12,23 +11,22 @@ import keras
 from kmp import guarding
 from kmp.callbacks.training_records import Record
 from kmp.diagnosis import thresholds
+from kmp.guarding import all_optimizers_of
 from kmp.optimizer import LossScaleOptimizer
 from kmp.records import Snapshot, check_record
 from kmp.replay import (
-    MOST_EXAMPLES,
     BatchCapture,
     CapturedBatch,
     Failure,
     Passes,
+    ReplayAttempts,
     StepContext,
     TrainStep,
     failing_part,
-    is_ragged,
+    reason_of,
     replay,
 )
 from kmp.utils import user_messages
-
-logger = logging.getLogger("kmp")
 
 _OVERFLOWS_IN_A_ROW = 3
 _MANY_OVERFLOWS = 8
@@ -41,11 +39,12 @@ _SHARE = 0.02
 
 
 class BatchReplayer:
-    """Replays a batch at the first step, each time the steps are four times as many, in the middle and at the end.
+    """Replays a batch at a few steps of a training.
 
-    And when many gradients are zero or steps are skipped. Captures the batch of the first step, of
-    the step after a replay, and of each skipped step. Where a `train_step` of the user's own cannot
-    be replayed, it replays the forward pass alone.
+    At the first one, each time the steps are four times as many, in the middle and at the end. And
+    when many gradients are zero or steps are skipped. Captures the batch of the first step, of
+    the step after a replay, and of each skipped step. After a replay that failed, `ReplayAttempts`
+    decides what to replay next; without anything left, it warns once.
 
     Args:
         model: A model with a guard and one replica. The capture is added to its training step.
@@ -61,28 +60,34 @@ class BatchReplayer:
         is_custom = not guarding.has_keras_step(model)
         run = guard.own_step or functools.partial(type(model).train_step, model)
         self._model = model
-        # A step that runs eagerly runs its Python code each time, which may count the calls.
-        self._step = TrainStep(
-            None if is_custom and model.run_eagerly else run,
-            guarding.all_optimizers_of(model),
-            is_custom,
-        )
+        self._step = TrainStep(run, all_optimizers_of(model), is_custom)
         self.is_new = guard.capture is None or guard.capture.optimizer is not optimizer
         if self.is_new:
             guard.capture = BatchCapture(model, optimizer, is_custom)
         self._capture: BatchCapture = guard.capture
 
     def begin(self, snapshot: Snapshot, planned_steps: int) -> None:
-        """Begins a training of a number of steps, 0 if that is not known: captures its first batch."""
+        """Begins a training: captures its first batch.
+
+        Args:
+            snapshot: The state of the optimizer.
+            planned_steps: The number of steps; 0 if that is not known.
+        """
         self._middle = snapshot.step + planned_steps // 2
-        self._first = self._seen = (
-            snapshot  # at the beginning, and at the last replay because of overflows
-        )
+        # At the beginning, and at the last replay because of overflows.
+        self._first = self._seen = snapshot
         self._overflow_replays = self._stuck_replays = 0
         self._zero_share, self._last_step = 0.0, 0  # of the last replay without an overflow
-        self._has_failed = False
+        # A step that runs eagerly runs its Python code each time, which may count the calls.
+        is_custom = self._step.is_custom
+        self._attempts = ReplayAttempts(
+            runs_step=not (is_custom and self._model.run_eagerly),
+            can_run_less=is_custom,
+            takes_whole=self._capture.takes_whole,
+        )
+        self._has_warned = False
         self._largest_norms: dict[str, float] = {}  # of the gradients of each layer, in float32
-        self._began, self._seconds, self._examples = time.monotonic(), 0.0, MOST_EXAMPLES
+        self._began, self._seconds = time.monotonic(), 0.0
         self.end()
         self._request(snapshot)
 
@@ -100,38 +105,75 @@ class BatchReplayer:
             The keys of a record: `replay` and the float32 gradients of the `variables` as
             `reference`, or `replay_error`.
         """
-        if not variables or self._has_failed:
+        if not variables:
+            return None
+        found = self._replay_if_due(snapshot, variables, is_last)
+        if self._capture.failure:
+            self._attempts.stop(self._capture.failure)
+        reason = self._attempts.last_reason if is_last else self._attempts.reason
+        if reason is None or self._has_warned:
+            return found
+        self._has_warned = True
+        user_messages.warn(
+            f"kmp cannot replay a batch of {self._model.name!r} to find what float16 loses, and"
+            f" the training continues without replays: {reason}."
+        )
+        return found or {"replay_error": reason}
+
+    def _replay_if_due(
+        self, snapshot: Snapshot, variables: Mapping[str, Any], is_last: bool
+    ) -> Record | None:
+        if self._attempts.reason:
             return None
         has_overflowed = self._has_more_overflows(snapshot)
-        has_failed_loss = snapshot.nonfinite_loss_count > self._seen.nonfinite_loss_count
         is_due = has_overflowed or self._is_comparison_due(snapshot, is_last)
-        if not is_due and snapshot.overflow_count > self._overflows_at_request:
-            self._request(
-                snapshot
-            )  # the batch of a skipped step has taken the place of another one
-        captured = self._capture.read() if is_due else None
-        if captured is None or not (
-            is_last or has_overflowed or self._seconds <= _MOST_SECONDS + self._share
-        ):
+        if not is_due:
+            if snapshot.overflow_count > self._overflows_at_request:
+                # The batch of a skipped step has taken the place of another one.
+                self._request(snapshot)
             return None
-        if not has_overflowed and captured.was_skipped:
-            self._request(snapshot)
-            return None  # the batch of a skipped step is no sample of the data
-        self._zero_share = max(self._zero_share, _zero_share(snapshot))
+        captured = self._capture.read()
+        if captured is None:
+            return None
         if has_overflowed:
+            return self._replay_overflow(captured, variables, snapshot)
+        has_time = is_last or self._seconds <= _MOST_SECONDS + self._share
+        return self._replay_healthy(captured, variables, snapshot) if has_time else None
+
+    def _replay_overflow(
+        self, captured: CapturedBatch, variables: Mapping[str, Any], snapshot: Snapshot
+    ) -> Record:
+        """Replays the batch of a skipped step."""
+        self._zero_share = max(self._zero_share, _zero_share(snapshot))
+        has_failed_loss = snapshot.nonfinite_loss_count > self._seen.nonfinite_loss_count
+        failed: Failure = "loss" if has_failed_loss else "gradients"
+        found = self._replay(captured, variables, snapshot, captured.loss_scale, failed)
+        if not self._attempts.last_reason:  # else another attempt follows
             self._overflow_replays += 1
             self._seen = snapshot
-            failed: Failure = "loss" if has_failed_loss else "gradients"
-            return self._replay(captured, variables, snapshot, captured.loss_scale, failed)
-        self._last_step = snapshot.step
+        return found
+
+    def _replay_healthy(
+        self, captured: CapturedBatch, variables: Mapping[str, Any], snapshot: Snapshot
+    ) -> Record | None:
+        """Replays a batch to compare the precisions."""
+        if captured.was_skipped:  # no sample of the data
+            self._request(snapshot)
+            return None
+        self._zero_share = max(self._zero_share, _zero_share(snapshot))
         began = time.monotonic()
         found = self._replay(captured, variables, snapshot, snapshot.loss_scale, None)
         self._seconds += time.monotonic() - began
+        if not self._attempts.last_reason:
+            self._last_step = snapshot.step
         return found
 
     def replay_stuck(self, snapshot: Snapshot, variables: Mapping[str, Any]) -> Record | None:
-        """Replays the last captured batch of a training that is stuck, as `replay_if_due`, unless it was replayed."""
-        captured = self._capture.read() if variables and not self._has_failed else None
+        """Replays the last captured batch of a training that is stuck, unless it was replayed.
+
+        Returns what `replay_if_due` does.
+        """
+        captured = self._capture.read() if variables and not self._attempts.reason else None
         if captured is None or self._stuck_replays >= _MOST_STUCK_REPLAYS:
             return None
         if self._replayed and captured.step == self._replayed.step:
@@ -143,17 +185,20 @@ class BatchReplayer:
     def replay_again(
         self, snapshot: Snapshot, variables: Mapping[str, Any], usable_scale: float | None
     ) -> Record:
-        """Replays the batch of the last replay once more, after a change of the model, at a loss scale that fits."""
+        """Replays the batch of the last replay once more, after a change of the model.
+
+        The loss scale is at most the usable one.
+        """
         if self._replayed is None:
             return {"replay_error": "the batch was not kept"}
         if self._capture.is_of_loop:
             return {"replay_error": "the functions of a custom training loop are not traced again"}
         scale = min(snapshot.loss_scale, usable_scale or snapshot.loss_scale)
-        before = self._step, self._has_failed
-        found = self._replay(self._replayed, variables, snapshot, scale, None)
-        if "replay_error" in found:  # of the change
-            self._step, self._has_failed = before
-        return found
+        self._request(snapshot)
+        try:
+            return self._replay_once(self._replayed, variables, snapshot, scale, None)
+        except Exception as error:  # of the change
+            return {"replay_error": reason_of(error)}
 
     def _replay(
         self,
@@ -163,62 +208,84 @@ class BatchReplayer:
         loss_scale: float,
         failed: Failure | None,
     ) -> Record:
-        """Replays a batch, and captures the next one. Returns the keys of a record.
-
-        A replay that fails is the last of this training.
-        """
-        capture = self._capture
+        """Replays a batch, and captures the next one. Returns the keys of a record."""
+        attempts = self._attempts
         self._request(snapshot)
-        if capture.unrestorable:
-            return self._give_up(f"a replay would change {capture.unrestorable}")
-        began, most = time.monotonic(), max(_MOST_SECONDS, self._share)
-        parts = captured.parts(self._examples)
-        step = replace(self._step, run=None) if capture.is_of_loop else self._step
+        if self._capture.unrestorable:
+            attempts.stop(f"a replay would change {self._capture.unrestorable}")
+            return {"replay_error": attempts.reason}
+        try:
+            found = self._replay_once(captured, variables, snapshot, loss_scale, failed)
+        except TimeoutError as error:
+            attempts.took_too_long(self._replayed)
+            return {"replay_error": f"TimeoutError: {error}"}
+        # The user's code may fail outside its training step, or memory may be too small.
+        except Exception as error:
+            following = attempts.failed(error, self._replayed, captured)
+            if following == "same batch":
+                return self._replay(captured, variables, snapshot, loss_scale, failed)
+            if following == "whole batch":
+                self._take_whole(captured)
+            return {"replay_error": attempts.last_reason}
+        attempts.succeeded()
+        return found
+
+    def _replay_once(
+        self,
+        captured: CapturedBatch,
+        variables: Mapping[str, Any],
+        snapshot: Snapshot,
+        loss_scale: float,
+        failed: Failure | None,
+    ) -> Record:
+        """Replays a part of a batch. Returns the keys of a record."""
+        began, most = time.monotonic(), self._most_seconds
+        parts = self._attempts.parts(captured)
+        self._replayed = CapturedBatch(parts[0], *captured[1:])
+        runs_step = self._attempts.runs_step and not self._capture.is_of_loop
         passes = Passes(
             self._model,
             parts[0],
-            step,
+            self._step if runs_step else replace(self._step, run=None),
             variables,
-            restored=capture.variables,
+            restored=self._capture.variables,
             deadline=began + most / 2,
         )
+        if failed and len(parts) > 1:
+            part = failing_part(passes, parts, failed, loss_scale, captured.batch_size)
+            passes = replace(passes, data=part)
+            self._replayed = CapturedBatch(part, *captured[1:])
+        context = StepContext(
+            snapshot.step, loss_scale, captured.batch_size, failed, self._largest_norms
+        )
         try:
-            if failed and len(parts) > 1:
-                passes = replace(
-                    passes,
-                    data=failing_part(passes, parts, failed, loss_scale, captured.batch_size),
-                )
-            self._replayed = CapturedBatch(passes.data, *captured[1:])
-            context = StepContext(
-                snapshot.step, loss_scale, captured.batch_size, failed, self._largest_norms
-            )
             found, reference = replay(replace(passes, deadline=began + most), context)
-            check_record({"replay": found})
         except TimeoutError:
-            self._examples = max(2, passes.examples // 4)  # the next replay may take less
-            self._has_failed = is_ragged(passes.data)  # such a batch has no parts
-            return {
-                "replay_error": (
-                    f"TimeoutError: {passes.examples} examples take longer than {most:.0f} s"
-                )
-            }
-        # the user's code may fail outside its training step, or memory may be too small
-        except Exception as error:
-            if self._step.is_custom and self._step.run:
-                self._step = replace(self._step, run=None)
-                return self._replay(captured, variables, snapshot, loss_scale, failed)
-            return self._give_up(f"{type(error).__name__}: {user_messages.one_line(error)}")
+            raise TimeoutError(
+                f"{passes.examples} examples take longer than {most:.0f} s"
+            ) from None
+        check_record({"replay": found})
         if time.monotonic() - began > most:  # the search may have ended early
-            self._examples = max(2, passes.examples // 4)
+            self._attempts.take_fewer(self._replayed)
         for each in found.gradient_errors:
             self._largest_norms[each.layer] = max(each.norm, each.largest_norm)
-        return {"replay": found} | ({"reference": reference} if reference else {})
+        record: Record = {"replay": found}
+        if reference:
+            record["reference"] = reference
+        return record
 
-    def _give_up(self, reason: str) -> Record:
-        """Ends the replays of this training. Returns the keys of a record."""
-        self._has_failed = True
-        logger.info("kmp could not replay a batch of %r: %s", self._model.name, reason)
-        return {"replay_error": reason}
+    def _take_whole(self, captured: CapturedBatch) -> None:
+        """Captures whole batches from now on, by another trace of the step."""
+        if not self._capture.take_whole(captured.batch_size):
+            self._attempts.stop(f"{self._attempts.last_reason}, and the whole batch is too large")
+            return
+        self._capture.request()
+        self._model.make_train_function(force=True)
+
+    @property
+    def _most_seconds(self) -> float:
+        """The seconds that one replay may take."""
+        return max(_MOST_SECONDS, self._share)
 
     @property
     def _share(self) -> float:
@@ -231,7 +298,7 @@ class BatchReplayer:
         self._capture.request()
 
     def _has_more_overflows(self, snapshot: Snapshot) -> bool:
-        """Whether a loss was not finite, or gradients overflowed in a row or often, since the last replay."""
+        """Whether losses or gradients were not finite, in a row or often, since the last replay."""
         first, seen = self._first, self._seen
         losses = snapshot.nonfinite_loss_count - first.nonfinite_loss_count
         overflows = snapshot.overflow_count - first.overflow_count
@@ -243,10 +310,13 @@ class BatchReplayer:
         is_new = count > 0 and overflows > 2 * (seen.overflow_count - first.overflow_count)
         is_often = snapshot.overflows_in_a_row >= _OVERFLOWS_IN_A_ROW or count >= _MANY_OVERFLOWS
         is_often |= snapshot.overflows_at_min_scale > seen.overflows_at_min_scale
-        return is_new and is_often and self._step.run is not None
+        return is_new and is_often and self._attempts.runs_step
 
     def _is_comparison_due(self, snapshot: Snapshot, is_last: bool) -> bool:
-        """Whether to compare the precisions: at a few points of a training, and where many more gradients are zero."""
+        """Whether to compare the precisions.
+
+        At a few points of a training, and where many more gradients are zero.
+        """
         if snapshot.overflows_in_a_row or snapshot.step == self._last_step:
             return False
         if is_last or snapshot.step >= _COMPARED_AGAIN * self._last_step:
@@ -254,9 +324,8 @@ class BatchReplayer:
         if self._last_step < self._middle <= snapshot.step:
             return True
         share = _zero_share(snapshot)
-        return (
-            share > thresholds.MANY_ZEROS and share >= self._zero_share + thresholds.MANY_ZEROS
-        )  # so it is at most nine times
+        many = thresholds.MANY_ZEROS
+        return share > many and share >= self._zero_share + many  # so it is at most nine times
 
 
 def _zero_share(snapshot: Snapshot) -> float:

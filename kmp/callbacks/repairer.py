@@ -10,9 +10,9 @@ from kmp.advice.diagnose import finding_of
 from kmp.backend import (
     computing_layers,
     direct_sublayers,
+    dtype_policies_replaced,
     is_keras_class,
     is_passthrough,
-    keras_internals,
     layers_in_16_bits,
     sublayers,
 )
@@ -114,7 +114,7 @@ class Repairer:
         """Replays the batch with the cure. Returns the record of a sound replay."""
         float32 = keras.DTypePolicy(FLOAT32.name)
         policies = ((layer, float32) for layer in changed)
-        with keras_internals.dtype_policies_replaced(policies):
+        with dtype_policies_replaced(policies):
             proof = self._replayer.replay_again(
                 self._recorder.previous,
                 self._recorder.selected_variables(),

@@ -9,7 +9,7 @@ import keras
 import tensorflow as tf
 from keras import ops
 
-from kmp.backend import distribution, keras_internals
+from kmp.backend import Reason, distribution, keras_internals, patches
 
 
 class SavedValue(NamedTuple):
@@ -56,11 +56,12 @@ _open_records: list[AssignmentRecord] = []
 def assignments_recorded(weights: Iterable[keras.Variable]) -> Iterator[AssignmentRecord]:
     """Records assignments to these weights in the context."""
     record = AssignmentRecord(weights)
-    _open_records.append(record)
-    try:
-        yield record
-    finally:
-        _open_records.remove(record)
+    with patches.holding(Reason.STEP):
+        _open_records.append(record)
+        try:
+            yield record
+        finally:
+            _open_records.remove(record)
 
 
 def assign_patch(original: Callable[..., Any]) -> Callable[..., Any]:

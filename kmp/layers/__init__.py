@@ -3,9 +3,10 @@
 from kmp.layers.batch_normalization import BatchNormalization
 from kmp.layers.float32 import Float32, Softmax
 from kmp.layers.float32 import Float32Operation as Float32Operation
-from kmp.layers.float32_classes import apply_patches as apply_patches
+from kmp.layers.float32_classes import keep_in_float32 as keep_in_float32
 from kmp.layers.float32_classes import only_in_float32 as only_in_float32
 from kmp.layers.float32_classes import reason_for_float32 as reason_for_float32
+from kmp.layers.float32_classes import selected_classes as selected_classes
 from kmp.layers.fused_normalization import fuse_normalization as fuse_normalization
 from kmp.layers.fused_normalization import unfuse_normalization as unfuse_normalization
 

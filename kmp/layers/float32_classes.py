@@ -6,7 +6,6 @@ tries all of Keras'.
 
 import contextlib
 import functools
-import inspect
 import logging
 from collections.abc import Callable, Collection, Iterator
 from contextvars import ContextVar
@@ -16,8 +15,7 @@ from typing import Any
 import keras
 import numpy as np
 
-from kmp.backend import Replacement, defining_class
-from kmp.layers.fused_normalization import fuse_normalization
+from kmp.backend import Reason, Undos, patches
 from kmp.utils import DTYPES_16_BIT, FLOAT16, FLOAT32
 
 logger = logging.getLogger("kmp")
@@ -118,8 +116,6 @@ _REASONS = {
         ),
     },
 }
-# `keras.Layer.__init__` has run before these classes set what their reason depends on.
-_PATCHED_CLASSES = (keras.Layer, keras.layers.Dot, keras.layers.Masking, keras.layers.UpSampling2D)
 
 
 def reason_for_float32(layer: keras.Layer, dtype: str = FLOAT16.name) -> str | None:
@@ -133,49 +129,40 @@ def reason_for_float32(layer: keras.Layer, dtype: str = FLOAT16.name) -> str | N
     return None
 
 
-def apply_patches(is_enabled: Callable[[], bool]) -> Iterator[Replacement]:
-    """Gives listed layers the policy float32 when they are created for 16 bits, and yields the patches.
+def selected_classes() -> Collection[type] | None:
+    """Returns the classes of `only_in_float32`, or `None` outside of such a context."""
+    return _selected.get()
+
+
+def keep_in_float32(layer: keras.Layer) -> None:
+    """Gives a layer that was created for 16 bits the policy float32, if its class needs it.
 
     An explicit `dtype="float16"` does not change this: saved configs and layers that pass on their
     policy have one too. Setting `layer.dtype_policy` afterwards does.
-
-    Args:
-        is_enabled: Whether this applies to all listed layers; otherwise only in the context of
-            `only_in_float32`.
     """
-
-    def make(original: Callable[..., None]) -> Callable[..., None]:
-        @functools.wraps(original)
-        def init(self: keras.Layer, *args: Any, **kwargs: Any) -> None:
-            original(self, *args, **kwargs)
-            if is_enabled():
-                fuse_normalization(self)
-            classes = _selected.get()
-            is_selected = is_enabled() if classes is None else type(self) in classes
-            # Not `self.compute_dtype`: some classes override it, and need their own `__init__` to
-            # have run.
-            dtype = self.dtype_policy.compute_dtype if is_selected else None
-            reason = reason_for_float32(self, dtype) if dtype in DTYPES_16_BIT else None
-            if reason:
-                self.dtype_policy = FLOAT32.name
-                if type(self) not in _logged:
-                    _logged.add(type(self))
-                    logger.info("%s stays in float32: %s.", type(self).__name__, reason)
-
-        vars(init)["__signature__"] = inspect.signature(
-            original
-        )  # Keras reads it to store the arguments of a layer
-        return init
-
-    for cls in _PATCHED_CLASSES:
-        yield Replacement(defining_class(cls, "__init__"), "__init__", make)
+    classes = selected_classes()
+    if classes is not None and type(layer) not in classes:
+        return
+    # Not `layer.compute_dtype`: some classes override it, and need their own `__init__` to have
+    # run.
+    dtype = layer.dtype_policy.compute_dtype
+    reason = reason_for_float32(layer, dtype) if dtype in DTYPES_16_BIT else None
+    if reason is None:
+        return
+    layer.dtype_policy = FLOAT32.name
+    if type(layer) not in _logged:
+        _logged.add(type(layer))
+        logger.info("%s stays in float32: %s.", type(layer).__name__, reason)
 
 
 @contextlib.contextmanager
 def only_in_float32(classes: Collection[type]) -> Iterator[None]:
-    """Gives layers of these classes, and no other listed layers, the policy float32 in the context."""
-    token = _selected.set(classes)
-    try:
+    """Gives layers of these classes, and no other listed layers, the policy float32.
+
+    This holds for the layers that this thread creates in the context.
+    """
+    with Undos() as undos, undos:
+        undos.enter(patches.holding(Reason.CONVERSION))
+        undos.add(functools.partial(_selected.set, _selected.get()))
+        _selected.set(classes)
         yield
-    finally:
-        _selected.reset(token)

@@ -7,7 +7,7 @@ import tensorflow as tf
 from keras import ops
 
 from kmp import scaling
-from kmp.backend import distribution, keras_internals, xla
+from kmp.backend import distribution, keras_internals, patches, xla
 from kmp.gradients import (
     Gradients,
     GradientSampler,
@@ -156,6 +156,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         for setting in (vars(inner).keys() & vars(self).keys()) - own:
             if not setting.startswith("_"):
                 del self.__dict__[setting]
+        patches.use(self)
         self.rule = rule
         self.jit_compile = jit_compile
         self.counters = Counters()

@@ -1,4 +1,4 @@
-"""`enable`, `disable` and `wrap`. Only this package keeps patches of Keras in place."""
+"""`enable`, `disable` and `wrap`, and what they change in Keras."""
 
 from kmp.policy import exact_indices as exact_indices
 from kmp.policy.active_settings import POLICIES as POLICIES

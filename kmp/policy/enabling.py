@@ -2,9 +2,11 @@
 
 from typing import Unpack
 
+import keras
 import tensorflow as tf
 
-from kmp.backend import tensorflow_internals
+from kmp.backend import Reason, patches, tensorflow_internals
+from kmp.policy import misuse_warnings
 from kmp.policy.active_settings import (
     POLICIES,
     ActiveSettings,
@@ -14,7 +16,6 @@ from kmp.policy.active_settings import (
     rewrite_dtypes,
 )
 from kmp.policy.gpu_support import resolve
-from kmp.policy.keras_patches import update_patches
 from kmp.scaling import LossScaleSettings, loss_scale_rule
 from kmp.utils import BFLOAT16, FLOAT16, user_messages, validation
 
@@ -40,7 +41,7 @@ class Handle(ActiveSettings):
             if self in active:
                 since = active.index(self)
                 active[since:] = [later for later in active[since:] if later.thread != self.thread]
-                update_patches()
+                _update()
 
     def __enter__(self) -> "Handle":
         return self
@@ -124,18 +125,20 @@ def enable(
     with lock:
         active.append(handle)
         try:
-            update_patches()
-        except Exception:  # nothing may stay enabled without its patches
+            _update()
+        except BaseException:  # nothing may stay enabled without its patches, also after Ctrl-C
             handle.disable()
             raise
     return handle
 
 
 def disable() -> None:
-    """Restores the policy of each thread from before the first `enable`, and removes the patches that it applied.
+    """Restores the policy of each thread from before the first `enable`, and removes its patches.
 
-    Models compiled under `enable` keep their optimizer and train as before. Does nothing if kmp is
-    not enabled.
+    Models compiled under `enable` keep their optimizer and train as before: while such a model, a
+    `kmp.LossScaleOptimizer`, or a look-up layer that was created under `enable` is alive, the
+    patches that these need stay, and act on these only. A `disable` after they are gone removes the
+    last patch.
 
     Example:
     >>> handle = enable()
@@ -145,7 +148,39 @@ def disable() -> None:
     """
     with lock:
         active.clear()
-        update_patches()
+        _update()
+
+
+def _update() -> None:
+    """Applies or removes the patches, after a change of what is enabled."""
+    if active or rewrite_dtypes:
+        patches.hold(Reason.ENABLED, active)
+    else:
+        patches.release(Reason.ENABLED, active)
+        patches.release_unused()
+        misuse_warnings.issued_messages.clear()
+    _set_policy_without_patch()
+
+
+_policy_before: list[keras.DTypePolicy] = []  # that of Keras, while a policy is set in its place
+
+
+def _set_policy_without_patch() -> None:
+    """Sets the policy in this thread only, if the state of Keras that has it is not known."""
+    names = {patch.name for patch in patches.applied()}
+    settings = current_settings()
+    try:
+        if settings is None:
+            while _policy_before:
+                keras.config.set_dtype_policy(_policy_before.pop())
+        elif not {"get_global_attribute", "set_global_attribute"} <= names:
+            if not _policy_before:
+                _policy_before.append(keras.config.dtype_policy())
+            keras.config.set_dtype_policy(settings.dtype_policy)
+    except AttributeError as error:  # Keras itself does not work without what is missing
+        raise RuntimeError(
+            f"This version of kmp does not support Keras {keras.__version__}: update kmp."
+        ) from error
 
 
 def graph_rewrite(enabled: bool = True, dtype: str = FLOAT16.name) -> None:
@@ -197,4 +232,4 @@ def graph_rewrite(enabled: bool = True, dtype: str = FLOAT16.name) -> None:
             option = _PASSES[dtype]
             rewrite_dtypes[dtype] = bool(tf.config.optimizer.get_experimental_options().get(option))
             tf.config.optimizer.set_experimental_options({option: True})
-        update_patches()
+        _update()

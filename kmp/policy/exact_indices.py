@@ -1,20 +1,21 @@
-"""Keeps the indices of look-up layers exact, although Keras casts the float arguments of a layer to 16 bits.
+"""Keeps the indices of look-up layers exact, although Keras casts float arguments to 16 bits.
 
-kmp's patches make the result of such a cast remember the tensor that was cast, and look-up layers
-use that one. An operation, such as `ids + 1` in 16 bits, returns a tensor that remembers nothing; a
-look-up of it warns.
+Under `enable`, the result of such a cast remembers the tensor that was cast. Look-up layers that
+were created under `enable` use that one. An operation, such as `ids + 1` in 16 bits, returns a
+tensor that remembers nothing; a look-up of it warns.
 """
 
 import functools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from types import MethodType
 from typing import Any
 
 import keras
 import numpy as np
 import tensorflow as tf
 
-from kmp.backend import Replacement, defining_class, keras_internals
+from kmp.backend import keras_internals, patches, sublayers
 from kmp.policy import misuse_warnings
 from kmp.utils import DTYPES_16_BIT, FORMATS_16_BIT
 
@@ -34,12 +35,13 @@ _ROUNDED = (
 
 
 def rows_of(layer: keras.Layer) -> float:
-    """Returns the number of rows that a look-up layer selects from: infinity for any integer; 0 for other layers."""
+    """Returns the number of rows that a look-up layer selects from; 0 for other layers.
+
+    Infinity for layers that take any integer.
+    """
     if not isinstance(layer, _LOOK_UPS):
         return 0
-    return getattr(
-        layer, "input_dim", getattr(layer, "num_tokens", math.inf)
-    )  # the others take any integer
+    return getattr(layer, "input_dim", getattr(layer, "num_tokens", math.inf))
 
 
 def rounds_indices(rows: float, dtype: str) -> bool:
@@ -47,18 +49,35 @@ def rounds_indices(rows: float, dtype: str) -> bool:
     return rows - 1 > FORMATS_16_BIT[dtype].max_exact_integer
 
 
-def apply_patches() -> Iterator[Replacement]:
-    """Patches the casts of Keras' layers and functional models, and the look-up layers, and yields the patches."""
-    yield Replacement(keras.DTypePolicy, "convert_input", _convert_input_patch)
-    for each in _LOOK_UPS:
-        yield Replacement(defining_class(each, "call"), "call", _look_up_patch)
-    yield Replacement(*keras_internals.functional_input_cast(), _functional_patch)
-    # In a graph, its own `__call__` casts the indices, integers included, to the compute dtype
-    # (Keras 3.15).
-    keras.layers.CategoryEncoding.__call__ = keras.Layer.__call__
+def keep_exact(layer: keras.Layer) -> None:
+    """Makes a layer look up the exact indices, if it is a look-up layer.
+
+    Sets `call` of this layer only, as `fuse_normalization` does. The patches that find the exact
+    indices stay as long as the layer lives, or until the `disable` after that.
+    """
+    if isinstance(layer, _LOOK_UPS):
+        vars(layer)["call"] = MethodType(_look_up, layer)  # not tracked by Keras' `__setattr__`
+        patches.use(layer)
 
 
-def _convert_input_patch(original: Callable[..., Any]) -> Callable[..., Any]:
+def keep_all_exact(model: keras.Model) -> None:
+    """Makes all look-up layers in a model, and its casts to the dtypes of `Input`s, exact."""
+    for layer in sublayers(model):
+        keep_exact(layer)
+        keep_input_exact(layer)
+
+
+def keep_input_exact(layer: keras.Layer) -> None:
+    """Makes a functional model cast the exact tensors to the dtypes of its `Input`s.
+
+    That of a Sequential without an `Input` may be float16.
+    """
+    name = keras_internals.functional_input_cast()
+    if name and isinstance(layer, keras.Model) and hasattr(layer, name):
+        vars(layer)[name] = functools.partial(_cast_inputs, getattr(type(layer), name), layer)
+
+
+def convert_input_patch(original: Callable[..., Any]) -> Callable[..., Any]:
     """Patches the cast of a layer's arguments."""
 
     @functools.wraps(original)
@@ -68,20 +87,34 @@ def _convert_input_patch(original: Callable[..., Any]) -> Callable[..., Any]:
     return convert_input
 
 
-def _functional_patch(original: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
-    """Patches the cast to the dtypes of a model's `Input`s: that of a Sequential without an `Input` may be float16."""
+def category_encoding_patch(original: None) -> Callable[..., Any]:
+    """Patches `__call__` of `CategoryEncoding`, which in a graph casts even integers (Keras 3.15).
 
-    @functools.wraps(original)
-    def cast_inputs(self: keras.Model, inputs: list[Any]) -> list[Any]:
-        return [
-            _exact_cast(x, cast) for x, cast in zip(inputs, original(self, inputs), strict=False)
-        ]  # not of more
+    Python looks it up on the class only.
+    """
+    inherited: Any = super(keras.layers.CategoryEncoding, keras.layers.CategoryEncoding).__call__
 
-    return cast_inputs
+    @functools.wraps(inherited)
+    def __call__(self: keras.Layer, *args: Any, **kwargs: Any) -> Any:  # noqa: N807
+        is_exact = getattr(vars(self).get("call"), "__func__", None) is _look_up
+        call = keras.Layer.__call__ if is_exact else inherited
+        return call(self, *args, **kwargs)
+
+    return __call__
+
+
+def _cast_inputs(
+    original: Callable[..., list[Any]], model: keras.Model, inputs: list[Any]
+) -> list[Any]:
+    pairs = zip(inputs, original(model, inputs), strict=False)  # without those of no `Input`
+    return [_exact_cast(x, cast) for x, cast in pairs]
 
 
 def _exact_cast(x: Any, cast: Any) -> Any:
-    """Returns Keras' cast of `x`, from the tensor from which `x` was cast, if any; in 16 bits it remembers that one."""
+    """Returns Keras' cast of `x`, from the tensor from which `x` was cast, if any.
+
+    In 16 bits, the result remembers that one.
+    """
     if cast is x or not isinstance(cast, tf.Tensor):
         return cast
     exact = getattr(x, _UNCAST, x)
@@ -94,24 +127,25 @@ def _exact_cast(x: Any, cast: Any) -> Any:
     return cast
 
 
-def _look_up_patch(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def call(self: keras.Layer, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        exact = getattr(inputs, _UNCAST, None)
-        dtype = keras.backend.standardize_dtype(inputs.dtype) if hasattr(inputs, "dtype") else ""
-        rows = rows_of(self)
-        # A symbolic call has no values: Keras calls the layer again, with tensors that may be
-        # exact.
-        is_symbolic = keras_internals.is_symbolic()
-        if (
-            exact is None
-            and dtype in DTYPES_16_BIT
-            and rounds_indices(rows, dtype)
-            and not is_symbolic
-        ):
-            text = f" for {rows} rows" if rows < math.inf else ""
-            limit = FORMATS_16_BIT[dtype].max_exact_integer
-            misuse_warnings.warn_once(self, _ROUNDED.format(rows=text, dtype=dtype, limit=limit))
-        return original(self, inputs if exact is None else exact, *args, **kwargs)
+def _look_up(layer: keras.Layer, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+    """Calls a look-up layer with the exact indices, or warns if it is not known any more."""
+    call = functools.partial(type(layer).call, layer)
+    # `ReversibleEmbedding` multiplies its inputs by the embeddings.
+    is_reverse = kwargs.get("reverse", next(iter(args), False)) is True
+    if is_reverse or not isinstance(inputs, tf.Tensor):
+        return call(inputs, *args, **kwargs)
+    exact = getattr(inputs, _UNCAST, None)
+    if exact is not None:
+        return call(exact, *args, **kwargs)
+    # A symbolic call has no values: Keras calls the layer again, with tensors that may be exact.
+    if inputs.dtype.name in DTYPES_16_BIT and not keras_internals.is_symbolic():
+        _warn_if_rounded(layer, inputs.dtype.name)
+    return call(inputs, *args, **kwargs)
 
-    return call
+
+def _warn_if_rounded(layer: keras.Layer, dtype: str) -> None:
+    rows = rows_of(layer)
+    if rounds_indices(rows, dtype):
+        text = f" for {rows} rows" if rows < math.inf else ""
+        limit = FORMATS_16_BIT[dtype].max_exact_integer
+        misuse_warnings.warn_once(layer, _ROUNDED.format(rows=text, dtype=dtype, limit=limit))

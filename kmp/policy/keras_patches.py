@@ -1,15 +1,11 @@
-"""What kmp patches in Keras.
+"""The replacements of Keras' functions that the inventory in `kmp.backend` lists for this package.
 
-`_always` is in place from the import of kmp on, because a model that was compiled under `enable`
-has to train alike after `disable` and after loading. The patches of casts and look-ups only make
-indices exact (`exact_indices`), that of `assign` records what a guarded step assigns (`guarding`),
-and that of `keras.Layer.__init__` (`kmp.layers`) is needed by conversions in several threads too.
-Nothing else changes for other models and layers. While `enable` or `graph_rewrite` is on, so are
-the patches of `compile`, of the state that stores the global dtype policy and of two functions of
-the trainer (`kmp.backend`). `guarding` wraps `train_step` of single models.
+Each passes calls on unchanged where it does not apply: to models without kmp's optimizer that were
+not compiled under `enable`, and after `disable`.
 """
 
 import functools
+import inspect
 from collections.abc import Callable
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -17,14 +13,7 @@ from weakref import WeakKeyDictionary
 import keras
 
 from kmp import guarding, layers
-from kmp.backend import (
-    Replacement,
-    compute_dtypes,
-    defining_class,
-    keras_internals,
-    replace_policy_state,
-    trainer_fixes,
-)
+from kmp.backend import compute_dtypes, keras_internals, patches
 from kmp.optimizer import LossScaleOptimizer
 from kmp.policy import exact_indices, misuse_warnings
 from kmp.policy.active_settings import (
@@ -37,104 +26,103 @@ from kmp.policy.active_settings import (
 from kmp.policy.optimizers import wrap_for_compile
 from kmp.utils import FLOAT16, user_messages
 
-_patches: list[Replacement] = []
 _policy_at_compile: WeakKeyDictionary[keras.Model, str] = WeakKeyDictionary()
 
 
-def update_patches() -> None:
-    """Applies the patches that are in place while `enable` or the graph rewrite is, or removes them."""
-    if bool(_patches) == bool(active or rewrite_dtypes):
-        return
-    if _patches:
-        while _patches:
-            _patches.pop().remove()
-        misuse_warnings.issued_messages.clear()
-        return
-    _patches.extend(
-        replace_policy_state(current_settings)
-    )  # one by one: after an error, what is patched is removed
-    _patches.extend(trainer_fixes.apply_multi_worker_fixes())
-    _patches.append(_replace("compile", _compile_patch))
-
-
-def _replace(name: str, make: Callable[[Any], Any]) -> Replacement:
-    # Patch the class that defines a method, not `keras.Model`: `compile_from_config` takes a
-    # `compile` defined there for a user's override and then does not compile a loaded model.
-    return Replacement(defining_class(keras.Model, name), name, make)
-
-
 def _is_managed(model: keras.Layer) -> bool:
-    """Whether kmp is enabled, or was when the model was compiled, or the model has kmp's optimizer."""
-    has_optimizer = isinstance(getattr(model, "optimizer", None), LossScaleOptimizer)
-    return (
-        bool(active)
-        or has_optimizer
-        or (isinstance(model, keras.Model) and model in _policy_at_compile)
-    )
+    """Whether kmp is or was enabled when the model was compiled, or it has kmp's optimizer."""
+    if active or isinstance(getattr(model, "optimizer", None), LossScaleOptimizer):
+        return True
+    return isinstance(model, keras.Model) and model in _policy_at_compile
 
 
-def _compile_patch(original: Callable[..., None]) -> Callable[..., None]:
+# The names of the arguments of Keras' `compile`, by position. Not those of `original`, which another
+# library may have wrapped.
+_COMPILE_ARGUMENTS = (
+    "loss",
+    "loss_weights",
+    "metrics",
+    "weighted_metrics",
+    "run_eagerly",
+    "steps_per_execution",
+    "jit_compile",
+    "auto_scale_loss",
+)
+
+
+def compile_patch(original: Callable[..., None]) -> Callable[..., None]:
+    """Patches `compile` to wrap the optimizer, and to train as the settings of kmp say."""
+
     @functools.wraps(original)
     def compile(self: keras.Model, optimizer: Any = "rmsprop", *args: Any, **kwargs: Any) -> None:
-        # The names of Keras' `compile`, not of `original`, which another library may have wrapped.
-        names = (
-            "loss",
-            "loss_weights",
-            "metrics",
-            "weighted_metrics",
-            "run_eagerly",
-            "steps_per_execution",
-        )
-        arguments = dict(
-            zip((*names, "jit_compile", "auto_scale_loss")[: len(args)], args, strict=True)
-        )
+        if not (active or rewrite_dtypes):
+            original(self, optimizer, *args, **kwargs)
+            return
+        arguments = dict(zip(_COMPILE_ARGUMENTS[: len(args)], args, strict=True))
         if twice := arguments.keys() & kwargs.keys():
             raise TypeError(f"compile() got multiple values for argument {min(twice)!r}")
-        arguments |= kwargs
+        arguments.update(kwargs)
         scales = arguments.pop("auto_scale_loss", True)
         if rewrite_dtypes:
-            if arguments.get("jit_compile") is True:
-                raise ValueError(
-                    "kmp.graph_rewrite cannot work under XLA, which compiles the graph before it is"
-                    " rewritten. Leave out `jit_compile=True`, or call kmp.graph_rewrite(False) and"
-                    " use kmp.convert(model)."
-                )
-            if arguments.get("run_eagerly"):
-                user_messages.warn(
-                    "With `run_eagerly=True` there is no graph to rewrite: the model trains in"
-                    " float32."
-                )
+            _check_rewrite(arguments)
             arguments["jit_compile"] = False
-        # Keras checks only the model's own policy, not those of its layers.
-        dtypes = (compute_dtypes(self) or {self.compute_dtype}) if active else ()
-        if scales and (FLOAT16.name in dtypes or FLOAT16.name in rewrite_dtypes):
+        if scales and _computes_in_float16(self):
             optimizer, scales = wrap_for_compile(optimizer), False
         original(self, optimizer=optimizer, auto_scale_loss=scales and not active, **arguments)
-        if isinstance(self.optimizer, LossScaleOptimizer):
-            guarding.guard_train_step(self)
-        settings = current_settings()
-        _policy_at_compile.pop(self, None)
-        if settings:
-            _policy_at_compile[self] = settings.policy
-        if is_float16_enabled():
-            misuse_warnings.warn_after_compile(self)
+        _note_compiled(self)
 
     return compile
 
 
-def _make_train_function_patch(original: Callable[..., None]) -> Callable[..., None]:
+def _check_rewrite(arguments: dict[str, Any]) -> None:
+    """Raises an error or warns if there is no graph to rewrite."""
+    if arguments.get("jit_compile") is True:
+        raise ValueError(
+            "kmp.graph_rewrite cannot work under XLA, which compiles the graph before it is"
+            " rewritten. Leave out `jit_compile=True`, or call kmp.graph_rewrite(False) and"
+            " use kmp.convert(model)."
+        )
+    if arguments.get("run_eagerly"):
+        user_messages.warn(
+            "With `run_eagerly=True` there is no graph to rewrite: the model trains in float32."
+        )
+
+
+def _computes_in_float16(model: keras.Model) -> bool:
+    """Whether a layer of the model computes in float16, or its graph will."""
+    if FLOAT16.name in rewrite_dtypes:
+        return True
+    # Keras checks only the model's own policy, not those of its layers.
+    return bool(active) and FLOAT16.name in (compute_dtypes(model) or {model.compute_dtype})
+
+
+def _note_compiled(model: keras.Model) -> None:
+    """Does what follows `compile` under `enable`."""
+    if isinstance(model.optimizer, LossScaleOptimizer):
+        guarding.guard_train_step(model)
+    settings = current_settings()
+    _policy_at_compile.pop(model, None)
+    if settings:
+        _policy_at_compile[model] = settings.policy
+        patches.use(model)
+    if is_float16_enabled():
+        misuse_warnings.warn_after_compile(model)
+
+
+def make_train_function_patch(original: Callable[..., None]) -> Callable[..., None]:
+    """Patches `make_train_function` to guard the training step of models with kmp's optimizer."""
+
     @functools.wraps(original)
     def make_train_function(self: keras.Model, force: bool = False) -> None:
         if not _is_managed(self):
             original(self, force)
             return
+        is_new = False
         # `train_on_batch` calls this in each step: the search for optimizers is for a model that
         # has no guard.
-        is_new = (
-            guarding.guarded_step_of(self) is None
-            and bool(guarding.optimizers_of(self))
-            and guarding.guard_train_step(self)
-        )
+        if guarding.guarded_step_of(self) is None and guarding.optimizers_of(self):
+            is_new = guarding.guard_train_step(self)
+            exact_indices.keep_all_exact(self)  # of a model that was loaded without `enable`
         previous = self.train_function
         original(self, force or is_new)
         if self.train_function is not previous:
@@ -169,40 +157,80 @@ def _prepared(model: keras.Model, train_function: Callable[[Any], Any]) -> Calla
     return run
 
 
-def _losses_patch(original: property) -> property:
-    """Casts losses that layers add in 16 bits: `fit` fails if it adds them to a float32 loss, and so does a loop."""
+def losses_patch(original: property) -> property:
+    """Patches `losses` to cast those that layers add in 16 bits.
+
+    `fit` fails if it adds them to a float32 loss, and so does a loop.
+    """
     read: Any = original.fget
 
     @functools.wraps(read)
     def losses(self: keras.Layer) -> list[Any]:
-        return keras_internals.in_float32(read(self)) if _is_managed(self) else read(self)
+        found = read(self)
+        return keras_internals.in_float32(found) if _is_managed(self) else found
 
     return property(losses, doc=original.__doc__)
 
 
-def _compute_metrics_patch(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Computes metrics in float32: in float16 a squared error overflows, and top-k metrics have no kernel."""
+def compute_metrics_patch(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Patches `compute_metrics` to compute in float32.
+
+    In float16 a squared error overflows, and top-k metrics have no kernel.
+    """
 
     @functools.wraps(original)
     def compute_metrics(
         self: keras.Model, x: Any, y: Any, y_pred: Any, sample_weight: Any = None
     ) -> Any:
-        return original(
-            self,
-            x,
-            y,
-            keras_internals.in_float32(y_pred) if _is_managed(self) else y_pred,
-            sample_weight,
-        )
+        if _is_managed(self):
+            y_pred = keras_internals.in_float32(y_pred)
+        return original(self, x, y, y_pred, sample_weight)
 
     return compute_metrics
 
 
-_always = [
-    _replace("compute_metrics", _compute_metrics_patch),
-    _replace("losses", _losses_patch),
-    _replace("make_train_function", _make_train_function_patch),
-    Replacement(defining_class(keras.Variable, "assign"), "assign", guarding.assign_patch),
-    *exact_indices.apply_patches(),
-    *layers.apply_patches(is_enabled=lambda: bool(active)),
-]
+def layer_init_patch(original: Callable[..., None]) -> Callable[..., None]:
+    """Patches `__init__` of layers, for those that need another policy or `call` in 16 bits."""
+
+    @functools.wraps(original)
+    def __init__(self: keras.Layer, *args: Any, **kwargs: Any) -> None:  # noqa: N807
+        original(self, *args, **kwargs)
+        if active:
+            layers.fuse_normalization(self)
+        if active or layers.selected_classes() is not None:
+            exact_indices.keep_exact(self)
+            layers.keep_in_float32(self)
+        # Keras creates the functional model of a Sequential when that is built, perhaps later.
+        exact_indices.keep_input_exact(self)
+
+    # Keras reads it to store the arguments of a layer.
+    vars(__init__)["__signature__"] = inspect.signature(original)
+    return __init__
+
+
+def policy_read_patch(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Patches the state of Keras to have the policy of `enable` in all threads.
+
+    Keras 3.15 stores its global policy by thread, and `keras.backend.clear_session` deletes it:
+    layers are float32 again. No public name reaches that state.
+    """
+
+    @functools.wraps(original)
+    def get_global_attribute(name: str, *args: Any, **kwargs: Any) -> Any:
+        settings = current_settings() if name == "dtype_policy" else None
+        if settings is None:
+            return original(name, *args, **kwargs)
+        return original(settings.state_name) or settings.dtype_policy
+
+    return get_global_attribute
+
+
+def policy_write_patch(original: Callable[..., None]) -> Callable[..., None]:
+    """Patches the state of Keras to keep a policy that a thread sets under `enable`."""
+
+    @functools.wraps(original)
+    def set_global_attribute(name: str, value: Any) -> None:
+        settings = current_settings() if name == "dtype_policy" else None
+        original(name if settings is None else settings.state_name, value)
+
+    return set_global_attribute

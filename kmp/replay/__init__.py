@@ -2,7 +2,10 @@
 
 from kmp.replay.batch_capture import MOST_EXAMPLES, BatchCapture, CapturedBatch, is_ragged
 from kmp.replay.batch_replay import Failure, StepContext, failing_part, replay
-from kmp.replay.eager_pass import Passes, TrainStep, tensor_float_32
+from kmp.replay.eager_pass import Passes, TrainStep
+from kmp.replay.failure_reasons import reason_of
+from kmp.replay.replay_attempts import ReplayAttempts
+from kmp.replay.tf32 import tensor_float_32
 
 __all__ = [
     "MOST_EXAMPLES",
@@ -10,10 +13,12 @@ __all__ = [
     "CapturedBatch",
     "Failure",
     "Passes",
+    "ReplayAttempts",
     "StepContext",
     "TrainStep",
     "failing_part",
     "is_ragged",
+    "reason_of",
     "replay",
     "tensor_float_32",
 ]

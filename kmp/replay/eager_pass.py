@@ -3,9 +3,7 @@
 import contextlib
 import functools
 import math
-import threading
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -15,25 +13,25 @@ import tensorflow as tf
 
 from kmp.backend import (
     ResourceVariable,
+    Undos,
     after_each_gradient,
     equal_random_numbers,
-    instance_attribute,
+    functions_run_eagerly,
     keras_internals,
-    layers_in_16_bits,
     state_restored,
-    sublayers,
-    watching_operations,
+    without_tensor_float_32,
 )
-from kmp.gradients import gradient_statistics, multiply_gradients, paths_of
-from kmp.optimizer import LossScaleOptimizer
+from kmp.gradients import gradient_statistics, paths_of
 from kmp.records import GradientSample
+from kmp.replay.instruments import (
+    OperationWatch,
+    ReceivedGradients,
+    StepIsDone,
+    computing_in_float32,
+    weights_unchanged,
+)
 from kmp.replay.layer_marks import LayerMarks
 from kmp.replay.nonfinite_operations import NonfiniteOperations
-from kmp.utils import DTYPES_16_BIT, FLOAT32
-
-_lock = (
-    threading.RLock()
-)  # of passes: eager functions, TF32 and the patch of tapes are for all threads
 
 
 class PassResult(NamedTuple):
@@ -62,13 +60,13 @@ class PassResult(NamedTuple):
     @property
     def is_finite(self) -> bool:
         """Whether the loss and all gradients are finite."""
-        gradients = (
-            as_array(gradient) for gradient in self.gradients.values() if gradient is not None
-        )
-        return bool(np.isfinite(self.loss)) and all(np.isfinite(array).all() for array in gradients)
+        if not math.isfinite(self.loss):
+            return False
+        known = (gradient for gradient in self.gradients.values() if gradient is not None)
+        return all(np.isfinite(as_array(gradient)).all() for gradient in known)
 
     def sample(self, step: int) -> GradientSample:
-        """Returns the statistics of gradients without a loss scale, and without those of updates."""
+        """Returns the statistics of gradients, without a loss scale and updates."""
         statistics = gradient_statistics(list(self.gradients.values()))
         return GradientSample(
             step,
@@ -100,10 +98,17 @@ class TrainStep:
         """Whether it is that of Keras."""
         return self.run is not None and not self.is_custom
 
+    @property
+    def is_of_user(self) -> bool:
+        """Whether it is one of the user's own, and runs."""
+        return self.run is not None and self.is_custom
+
 
 @dataclass(frozen=True)
 class Passes:
-    """Eager training steps over one batch, until the optimizers get the gradients. The model does not change.
+    """Eager training steps over one batch, until the optimizers get the gradients.
+
+    The model does not change.
 
     Args:
         model: A compiled and built model.
@@ -151,19 +156,9 @@ class Passes:
             measure: Whether to run each layer in its own precision too: see
                 `LayerMarks.new_errors`.
         """
-        with _computing_in_float32([self.model]) as own_policies:
-
-            def own_precision(layer: keras.Layer) -> contextlib.AbstractContextManager[None]:
-                replaced = (
-                    (each, own_policies[id(each)])
-                    for each in sublayers(layer)
-                    if id(each) in own_policies
-                )
-                return keras_internals.dtype_policies_replaced(replaced)
-
-            return self._run(
-                LayerMarks(own_precision=own_precision if measure else None), factor, watch
-            )
+        with computing_in_float32([self.model]) as own_policies:
+            measured = own_policies if measure else None
+            return self._run(LayerMarks(own_policies=measured), factor, watch)
 
     def in_own_precision(
         self,
@@ -182,7 +177,7 @@ class Passes:
             reference: A pass in float32 to compare the outputs of the layers with: see
                 `LayerMarks.errors`.
         """
-        with _computing_in_float32(float32_layers):
+        with computing_in_float32(float32_layers):
             marks = LayerMarks(None if reference is None else reference.marks.outputs)
             return self._run(marks, self.factor if factor is None else factor, watch)
 
@@ -194,188 +189,96 @@ class Passes:
         and then divides.
         """
         model = self.model
+        x = self.batch[0]
         with state_restored(model, self.restored), LayerMarks().on(model, self.has_dropout):
             forward = tf.function(
-                lambda x: call_in_training(model, x),
+                functools.partial(call_in_training, model),
                 autograph=False,
                 jit_compile=bool(model.jit_compile),
             )
             # Not a call of the `tf.function`: TensorFlow would warn about frequent tracing.
-            return forward.get_concrete_function(self.batch[0])(self.batch[0])
+            return forward.get_concrete_function(x)(x)
 
     def _run(self, marks: LayerMarks, factor: float, watch: bool) -> PassResult:
-        found, received = NonfiniteOperations(marks), _Received(self.step, factor)
-        random_operations: list[str] = []
-
-        def observe(operation: str, inputs: Sequence[Any], outputs: Sequence[Any]) -> None:
-            if time.monotonic() > self.deadline:
-                raise TimeoutError("the replay of a batch takes too long")
-            if received.is_done:
-                return
-            found.is_backward = received.is_backward
-            if not found.is_backward and _varies_by_pass(operation, outputs):
-                random_operations.append(operation)
-            if watch and not marks.is_measuring:
-                found.observe(operation, inputs, outputs)
-
-        model = self.model
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(_lock)  # some of what follows is set for all threads
-            marks.random_numbers = stack.enter_context(equal_random_numbers())
-            if self.step.is_custom and self.step.run:
-                stack.enter_context(_weights_unchanged(model))
-            scope = stack.enter_context(state_restored(model, self.restored))
-            variables = float_states(model)
-            for path, variable in variables.items():
-                if path in self.states:
-                    scope.add_update((variable, tf.constant(self.states[path], variable.dtype)))
-            stack.enter_context(tensor_float_32(False))
+        model, step = self.model, self.step
+        received = ReceivedGradients(step.optimizers, factor, ends_step=not step.is_custom)
+        operations = OperationWatch(marks, received, self.deadline, finds_nonfinite=watch)
+        checked = weights_unchanged(model) if step.is_of_user else contextlib.nullcontext()
+        with checked, Undos() as instruments, instruments:
+            marks.random_numbers = instruments.enter(equal_random_numbers())
+            scope = instruments.enter(state_restored(model, self.restored))
+            instruments.enter(without_tensor_float_32())
             # A function that is traced here would be used in the training.
-            stack.callback(tf.config.run_functions_eagerly, tf.config.functions_run_eagerly())
-            tf.config.run_functions_eagerly(True)
-            stack.enter_context(marks.on(model, self.has_dropout))
-            for optimizer in self.step.optimizers:
-                received.replace_methods(optimizer, stack)
+            instruments.enter(functions_run_eagerly())
+            instruments.enter(marks.on(model, self.has_dropout))
+            instruments.enter(received.in_place_of_updates())
             # The backward pass ends in the first layers; what follows it belongs to none.
-            stack.enter_context(
-                after_each_gradient(lambda: marks.layer, functools.partial(setattr, marks, "layer"))
-            )
-            stack.enter_context(watching_operations(observe))
-            if self.step.run is None:
+            instruments.enter(after_each_gradient(marks.position, marks.move_to))
+            instruments.enter(operations.on())
+            self._begin_with_states(scope)
+            if step.run is None:
                 call_in_training(model, self.batch[0])
-                received.losses.append(math.nan if model.name in marks.nonfinite else 0.0)
             else:
-                try:
-                    self.step.run(self.data)
-                except _StepIsDone:
-                    pass
-                except Exception:  # in what a step of the user's own does after its updates
-                    if not received.is_done:
-                        raise
-            assigned = [(path, scope.get_current_value(each)) for path, each in variables.items()]
+                _run_step(step.run, self.data, received)
+            states = _assigned_states(model, scope)
+
         if received.gradients and not received.losses:
             raise RuntimeError("the training step does not pass its loss to scale_loss")
-        states = {
-            path: np.asarray(value).astype(np.float64)
-            for path, value in assigned
-            if value is not None
+        return PassResult(
+            loss=self._loss_of(marks, received),
+            gradients=self._gradients_of(received),
+            marks=marks,
+            nonfinite=operations.nonfinite,
+            factor=factor,
+            is_random=operations.is_random,
+            states=states,
+        )
+
+    def _begin_with_states(self, scope: keras.StatelessScope) -> None:
+        for path, variable in float_states(self.model).items():
+            if path in self.states:
+                scope.add_update((variable, tf.constant(self.states[path], variable.dtype)))
+
+    def _loss_of(self, marks: LayerMarks, received: ReceivedGradients) -> float:
+        if self.step.run is None:
+            return math.nan if self.model.name in marks.nonfinite else 0.0
+        return sum(received.losses) if received.losses else math.nan
+
+    def _gradients_of(self, received: ReceivedGradients) -> dict[str, Any]:
+        if self.step.run is None:
+            return {}
+        return {
+            path: received.gradients.get(id(variable)) for path, variable in self.variables.items()
         }
-        measured = self.variables if self.step.run else {}  # a forward pass has no gradients
-        gradients = {
-            path: received.gradients.get(id(variable)) for path, variable in measured.items()
-        }
-        loss = sum(received.losses) if received.losses else math.nan
-        return PassResult(loss, gradients, marks, found, factor, bool(random_operations), states)
+
+
+def _run_step(run: Callable[[Any], Any], data: Any, received: ReceivedGradients) -> None:
+    """Runs a training step until the optimizers have the gradients."""
+    try:
+        run(data)
+    except StepIsDone:
+        pass
+    except Exception:  # in what a step of the user's own does after its updates
+        if not received.is_done:
+            raise
+
+
+def _assigned_states(model: keras.Model, scope: keras.StatelessScope) -> dict[str, np.ndarray]:
+    """Returns what a pass assigned to the float states of a model, by path."""
+    assigned = {}
+    for path, variable in float_states(model).items():
+        value = scope.get_current_value(variable)
+        if value is not None:
+            assigned[path] = np.asarray(value).astype(np.float64)
+    return assigned
 
 
 def float_states(model: keras.Model) -> dict[str, keras.Variable]:
-    """Returns the float weights that are not trainable, such as moving averages, by path as in `paths_of`."""
+    """Returns the float weights that are not trainable, such as moving averages, by path."""
     states = [
         each for each in model.non_trainable_variables if keras.backend.is_float_dtype(each.dtype)
     ]
     return dict(zip(paths_of(states), states, strict=True))
-
-
-@contextlib.contextmanager
-def _weights_unchanged(model: keras.Model) -> Iterator[None]:
-    """Restores weights that the user's code changes, past what kmp replaces, and raises an error then."""
-    before = [(variable, tf.identity(variable.value)) for variable in model.variables]
-    try:
-        yield
-    finally:
-        changed = [
-            pair for pair in before if not np.array_equal(pair[0].value, pair[1], equal_nan=True)
-        ]
-        for variable, value in changed:
-            variable.assign(value)
-    if changed:
-        raise RuntimeError("the training step changes weights in a way that kmp does not know")
-
-
-class _StepIsDone(BaseException):
-    """Ends a training step of Keras. One of the user's own runs to its end, which may undo what it did before."""
-
-
-class _Received:
-    """What the optimizers of a training step receive in place of a loss scale and updates.
-
-    Attributes:
-        is_done: Whether all optimizers that scale the loss have their gradients.
-        is_backward: Whether a loss was scaled since the last `apply`: another network may follow.
-        losses: The losses before.
-        gradients: The gradients by the `id` of the variable, multiplied by the factor of the pass.
-    """
-
-    def __init__(self, step: TrainStep, factor: float) -> None:
-        self._step, self._factor = step, factor
-        self._waiting = {
-            id(each) for each in step.optimizers if isinstance(each, LossScaleOptimizer)
-        }
-        self.is_done = self.is_backward = False
-        self.losses: list[float] = []
-        self.gradients: dict[int, Any] = {}
-
-    def replace_methods(
-        self, optimizer: keras.optimizers.Optimizer, stack: contextlib.ExitStack
-    ) -> None:
-        """Replaces the methods of an optimizer until the stack is closed."""
-        is_scaling, are_unscaled = isinstance(optimizer, LossScaleOptimizer), False
-
-        def scale_loss(loss: Any) -> Any:
-            nonlocal are_unscaled
-            are_unscaled, self.is_backward = False, True
-            loss = tf.convert_to_tensor(loss)
-            loss = tf.cast(loss, keras.backend.result_type(loss.dtype.name, FLOAT32.name))
-            self.losses.append(float(np.mean(loss.numpy())))
-            return loss * tf.cast(self._factor, loss.dtype)
-
-        def unscale(grads: Sequence[Any]) -> list[Any]:
-            nonlocal are_unscaled
-            are_unscaled = True
-            return multiply_gradients(list(grads), 1.0 / self._factor)
-
-        def apply(
-            grads: Sequence[Any], trainable_variables: Any = None, *, unscaled: bool | None = None
-        ) -> None:
-            nonlocal are_unscaled
-            if self.is_done:
-                return
-            if not is_scaling or (are_unscaled if unscaled is None else unscaled):
-                grads = multiply_gradients(list(grads), self._factor)
-            are_unscaled = self.is_backward = False
-            variables = trainable_variables
-            if variables is None:
-                variables = keras_internals.variables_to_train(optimizer)
-            self.gradients |= dict(zip(map(id, variables), grads, strict=True))
-            self._waiting.discard(id(optimizer))
-            self.is_done = not self._waiting
-            if self.is_done and not self._step.is_custom:
-                raise _StepIsDone
-
-        stack.enter_context(instance_attribute(optimizer, "apply", apply))
-        if isinstance(optimizer, LossScaleOptimizer):
-            stack.enter_context(instance_attribute(optimizer, "scale_loss", scale_loss))
-            stack.enter_context(instance_attribute(optimizer, "unscale", unscale))
-            self.replace_methods(optimizer.inner_optimizer, stack)
-
-
-@contextlib.contextmanager
-def tensor_float_32(is_allowed: bool) -> Iterator[None]:
-    """Allows or disables TF32, a GPU's default for float32, which rounds the operands of products to 11 bits."""
-    was_allowed = tf.config.experimental.tensor_float_32_execution_enabled()
-    tf.config.experimental.enable_tensor_float_32_execution(is_allowed)
-    try:
-        yield
-    finally:
-        tf.config.experimental.enable_tensor_float_32_execution(was_allowed)
-
-
-def _varies_by_pass(operation: str, outputs: Sequence[Any]) -> bool:
-    """Whether an operation draws other numbers in each pass, or in each dtype. Keras' normal numbers are the same."""
-    if operation.startswith("StatelessRandom"):
-        is_in_16_bits = any(output.dtype.name in DTYPES_16_BIT for output in outputs)
-        return is_in_16_bits and "Normal" not in operation and "Get" not in operation
-    return operation.startswith(("Random", "Stateful")) and operation != "StatefulPartitionedCall"
 
 
 def call_in_training(model: keras.Model, x: Any) -> Any:
@@ -384,43 +287,13 @@ def call_in_training(model: keras.Model, x: Any) -> Any:
 
 
 def as_array(gradient: Any, rows: np.ndarray | None = None, dtype: Any = np.float32) -> np.ndarray:
-    """Returns a gradient as an array; of an embedding, these rows, by default those of the batch in ascending order."""
+    """Returns a gradient as an array.
+
+    Of an embedding, these rows, by default those of the batch in ascending order.
+    """
     if isinstance(gradient, tf.IndexedSlices):
         indices = np.ravel(gradient.indices)
         rows = np.unique(indices) if rows is None else rows
         values = tf.cast(gradient.values, dtype)
         gradient = tf.math.unsorted_segment_sum(values, np.searchsorted(rows, indices), len(rows))
     return np.asarray(gradient).astype(dtype, copy=False)
-
-
-class _ComputeInFloat32(keras.DTypePolicy):
-    """Computes a layer in float32 with variables of any dtype, which Keras casts if the two differ."""
-
-    def __init__(self, layer: keras.Layer) -> None:
-        super().__init__(FLOAT32.name)
-        # 16 bits if any variable has them: code of the user's may create one in that dtype.
-        dtypes = (each.dtype for each in layer.variables if each.dtype in DTYPES_16_BIT)
-        self._own_variable_dtype = next(dtypes, layer.variable_dtype)
-
-    @property
-    def variable_dtype(self) -> str:
-        return self._own_variable_dtype
-
-
-@contextlib.contextmanager
-def _computing_in_float32(layers: Sequence[keras.Layer]) -> Iterator[dict[int, keras.DTypePolicy]]:
-    """Makes layers and their sublayers compute in float32. Yields the replaced policies, by the `id` of the layer."""
-    found = layers_in_16_bits(layers)
-    replaced = {id(layer): layer.dtype_policy for layer in found}
-    with contextlib.ExitStack() as stack:
-        policies = [(layer, _ComputeInFloat32(layer)) for layer in found]
-        stack.enter_context(keras_internals.dtype_policies_replaced(policies))
-        for inner in (inner for layer in layers for inner in sublayers(layer)):
-            for state in keras_internals.declared_not_trainable(inner):
-                if (
-                    state.dtype in DTYPES_16_BIT
-                ):  # of float32 layers too: what the pass assigns is not rounded
-                    stack.enter_context(
-                        keras_internals.variable_dtype_replaced(state, FLOAT32.name)
-                    )
-        yield replaced

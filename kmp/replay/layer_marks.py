@@ -1,8 +1,7 @@
-"""Marks the layers of a model in an eager pass: where its operations belong, and what float16 changes in each."""
+"""Marks the layers of a model in an eager pass: where its operations belong."""
 
 import contextlib
 import functools
-import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -12,22 +11,27 @@ import tensorflow as tf
 
 from kmp.backend import (
     RandomNumbers,
-    instance_attribute,
+    Undos,
     is_keras_class,
     is_passthrough,
     keras_internals,
     layers_by_path,
+    own_method,
     sublayers,
-    without_tapes,
 )
-from kmp.diagnosis.thresholds import HARMFUL_OUTPUT_ERROR
 from kmp.records import LOSS_FUNCTION
+from kmp.replay.new_errors import LayerCall, NewErrors
+from kmp.replay.output_errors import (
+    LARGEST_ERROR,
+    Outputs,
+    is_eager_float,
+    largest_error,
+    relative_error,
+    samples_of,
+)
 from kmp.utils import DTYPES_16_BIT
 
-_MOST_VALUES = 2**16  # of an output, for the relative error
-LARGEST_ERROR = 1e6  # also stands for NaN and Inf
-
-Outputs = list[np.ndarray]
+__all__ = ["LARGEST_ERROR", "LayerMarks", "relative_error"]
 
 
 class LayerMarks:
@@ -38,8 +42,8 @@ class LayerMarks:
 
     Args:
         reference: The outputs of a pass in float32, to compare with: `outputs` of its marks.
-        own_precision: Makes a layer compute in its own precision, in a pass in float32. If given,
-            each layer also runs so on its float32 inputs.
+        own_policies: The policies that a pass in float32 replaces, by the `id` of the layer. If
+            given, each layer also runs with its own policy on its float32 inputs.
 
     Attributes:
         layer: The path of the layer whose operations run now, or `LOSS_FUNCTION` after the forward
@@ -50,23 +54,17 @@ class LayerMarks:
             NaN if one is not finite. In the order of the backward pass.
         in_16_bits: The paths of the layers with an output in 16 bits.
         computing_in_16_bits: The paths of the layers that compute in 16 bits by their policy.
+        random_numbers: Those that the pass draws.
         outputs: Samples of the outputs of each layer's calls, by path.
         errors: The largest relative error of each layer's outputs, by path, against `reference`:
             see `relative_error`.
-        new_errors: The part of it that a layer adds, by path: its relative error on inputs of
-            float32.
-        input_errors: Of a harmful one of these, what is left if only the layer's inputs are
-            rounded, by path.
-        is_measuring: Whether a layer runs only to measure that.
         outermost: The paths of the layers that a training step itself calls: the model, or several.
     """
 
     def __init__(
         self,
         reference: Mapping[str, Outputs] | None = None,
-        own_precision: (
-            Callable[[keras.Layer], contextlib.AbstractContextManager[Any]] | None
-        ) = None,
+        own_policies: Mapping[int, keras.DTypePolicy] | None = None,
     ) -> None:
         self.layer = LOSS_FUNCTION
         self.called: dict[str, None] = {}
@@ -74,14 +72,13 @@ class LayerMarks:
         self.activation_gradients: dict[str, float] = {}
         self.in_16_bits: set[str] = set()
         self.computing_in_16_bits: set[str] = set()
-        self.random_numbers = RandomNumbers()  # that the pass draws
+        self.random_numbers = RandomNumbers()
         self.outputs: dict[str, Outputs] = {}
         self.errors: dict[str, float] = {}
-        self.new_errors: dict[str, float] = {}
-        self.input_errors: dict[str, float] = {}
-        self.is_measuring = False
         self.outermost: dict[str, None] = {}
-        self._reference, self._own_precision = reference or {}, own_precision
+        self._reference = reference or {}
+        self._new_errors = NewErrors(own_policies or {})
+        self._measures = own_policies is not None
 
     @contextlib.contextmanager
     def on(self, model: keras.Model, has_dropout: bool = True) -> Iterator[None]:
@@ -92,12 +89,28 @@ class LayerMarks:
             has_dropout: Whether layers that draw random numbers do so. Their numbers differ by
                 dtype.
         """
-        with contextlib.ExitStack() as stack:
-            for path, layer in {model.name: model, **layers_by_path(model)}.items():
-                is_random = _is_random(layer)
-                call = self._marking(path, layer, is_random, is_quiet=is_random and not has_dropout)
-                stack.enter_context(instance_attribute(layer, "call", call))
+        layers = {model.name: model, **layers_by_path(model)}
+        with Undos() as undos, undos:
+            for path, layer in layers.items():
+                name = "quantized_call" if layer.quantization_mode else "call"
+                marking = functools.partial(self._marking, path, layer, has_dropout)
+                undos.enter(own_method(layer, name, marking))
             yield
+
+    @property
+    def new_errors(self) -> dict[str, float]:
+        """The part of `errors` that a layer adds, by path: its error on inputs of float32."""
+        return self._new_errors.by_layer
+
+    @property
+    def input_errors(self) -> dict[str, float]:
+        """Of a harmful new error, what is left if only the layer's inputs are rounded, by path."""
+        return self._new_errors.of_rounded_inputs
+
+    @property
+    def is_measuring(self) -> bool:
+        """Whether a layer runs only to measure its new error."""
+        return self._new_errors.is_measuring
 
     @property
     def output_error(self) -> float:
@@ -105,15 +118,25 @@ class LayerMarks:
         return max((self.errors.get(path, 0.0) for path in self.outermost), default=0.0)
 
     def error_of(self, outputs: Any) -> float:
-        """Returns the largest relative error of other outputs of the model against those of this pass."""
+        """Returns the largest relative error of other outputs of the model against those here."""
         exact = [value for path in self.outermost for value in self.outputs[path]]
-        return max(map(relative_error, _samples(outputs), exact), default=0.0)
+        return largest_error(samples_of(outputs), exact)
+
+    def position(self) -> str:
+        """Returns the layer whose operations run now."""
+        return self.layer
+
+    def move_to(self, layer: str) -> None:
+        """Sets the layer whose operations run now."""
+        self.layer = layer
 
     def _marking(
-        self, path: str, layer: keras.Layer, is_random: bool, is_quiet: bool
+        self, path: str, layer: keras.Layer, has_dropout: bool, call: Callable[..., Any]
     ) -> Callable[..., Any]:
-        call = layer.call
-        is_measured = (is_quiet or not is_random) and not is_passthrough(layer)
+        """Returns the call of a layer with its marks."""
+        is_random = _is_random(layer)
+        is_quiet = is_random and not has_dropout
+        is_measured = self._measures and (is_quiet or not is_random) and not is_passthrough(layer)
 
         @functools.wraps(call)
         def marked_call(*args: Any, **kwargs: Any) -> Any:
@@ -121,74 +144,45 @@ class LayerMarks:
                 kwargs["training"] = False
             if self.is_measuring:
                 return call(*args, **kwargs)
-            outer, self.layer = self.layer, path
-            if outer == LOSS_FUNCTION:
-                self.outermost[path] = None
-            if layer.compute_dtype in DTYPES_16_BIT:
-                self.computing_in_16_bits.add(path)
             begin = self.random_numbers.position
-            try:
+            with self._inside(path, layer):
                 outputs = call(*args, **kwargs)
-                values = _samples(outputs)
+                values = samples_of(outputs)
                 self._compare(path, values)
-                if self._own_precision and is_measured:
-                    self._measure_new_error(path, layer, values, begin, args, kwargs)
-                return keras.tree.map_structure(lambda output: self._marked(output, path), outputs)
-            finally:
-                self.layer = outer
-                self.called[path] = None
+                if is_measured:
+                    own_call = LayerCall(layer, args, kwargs, begin)
+                    self._new_errors.measure(path, own_call, values, self.random_numbers)
+                marked = functools.partial(self._marked, path=path)
+                return keras.tree.map_structure(marked, outputs)
 
         return marked_call
 
-    def _compare(self, path: str, values: Outputs) -> None:
-        calls = self.outputs.setdefault(path, [])
-        before = self._reference.get(path, [])[len(calls) :]
-        calls += values
-        for value, exact in zip(values, before, strict=False):
-            self.errors[path] = max(relative_error(value, exact), self.errors.get(path, 0.0))
-
-    def _measure_new_error(
-        self,
-        path: str,
-        layer: keras.Layer,
-        exact: Outputs,
-        begin: int,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> None:
-        assert self._own_precision is not None
-        end = self.random_numbers.position
-
-        def error_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
-            self.random_numbers.position = begin
-            # A scope of its own drops the losses that the layer adds, and what it assigns.
-            with without_tapes(), keras.StatelessScope(collect_losses=True):
-                values = _samples(layer(*args, **kwargs))
-            return max(
-                (relative_error(value, other) for value, other in zip(values, exact, strict=False)),
-                default=0.0,
-            )
-
-        # The user's code may keep a tensor in an attribute, such as a part of the loss.
-        attributes = [(inner, dict(vars(inner))) for inner in sublayers(layer)]
-        self.is_measuring = True
+    @contextlib.contextmanager
+    def _inside(self, path: str, layer: keras.Layer) -> Iterator[None]:
+        """Marks the call of a layer."""
+        outer = self.layer
+        self.layer = path
+        if outer == LOSS_FUNCTION:
+            self.outermost[path] = None
+        if layer.compute_dtype in DTYPES_16_BIT:
+            self.computing_in_16_bits.add(path)
         try:
-            with self._own_precision(layer):
-                error, dtype = error_of(args, kwargs), layer.compute_dtype
-            self.new_errors[path] = max(error, self.new_errors.get(path, 0.0))
-            if error > HARMFUL_OUTPUT_ERROR:
-                error = error_of(*_rounded((args, kwargs), dtype))
-                self.input_errors[path] = max(error, self.input_errors.get(path, 0.0))
-        except TimeoutError:
-            raise
-        except Exception:  # of the user's code, on inputs of float32
-            return
+            yield
         finally:
-            self.is_measuring, self.random_numbers.position = False, end
-            for inner, before in attributes:
-                vars(inner).update(before)
+            self.layer = outer
+            self.called[path] = None
+
+    def _compare(self, path: str, values: Outputs) -> None:
+        """Keeps the outputs of a call, and compares them with those of the reference."""
+        calls = self.outputs.setdefault(path, [])
+        exact = self._reference.get(path, [])[len(calls) :]
+        calls += values
+        if values and exact:
+            error = largest_error(values, exact)
+            self.errors[path] = max(error, self.errors.get(path, 0.0))
 
     def _marked(self, output: Any, path: str) -> Any:
+        """Returns an output with the mark of its layer."""
         if not is_eager_float(output):
             return output  # a layer may have a `tf.function` of its own
 
@@ -206,77 +200,16 @@ class LayerMarks:
         return marked
 
     def _reached(self, path: str, gradient: tf.Tensor) -> tf.Tensor:
+        """Notes that the backward pass has reached a layer."""
         self.layer = path
-        values = np.asarray(tf.convert_to_tensor(gradient)).astype(
-            np.float32, copy=False
-        )  # `tf.gather` has slices
+        dense = tf.convert_to_tensor(gradient)  # the gradient of `tf.gather` has slices
+        values = np.asarray(dense).astype(np.float32, copy=False)
         # Without an array of magnitudes. The maximum of an array and NaN is NaN.
         before = self.activation_gradients.get(path, 0.0)
-        largest = np.maximum(np.max(values, initial=before), -np.min(values, initial=-before))
-        self.activation_gradients[path] = float(largest)
+        highest = np.max(values, initial=before)
+        lowest = np.min(values, initial=-before)
+        self.activation_gradients[path] = float(np.maximum(highest, -lowest))
         return gradient
-
-
-def relative_error(values: np.ndarray, exact: np.ndarray) -> float:
-    """Returns the L2 norm of the difference from float32 outputs, relative to how these differ between examples.
-
-    Relative to the norm of the outputs if all examples have the same. At most 1e6, also for NaN and
-    Inf.
-
-    Args:
-        values: Array of shape `(examples, ...)`.
-        exact: Array of that shape, of float32.
-    """
-    if values.shape != exact.shape or not exact.size:
-        return 0.0
-    exact = exact.astype(np.float64)
-    with np.errstate(invalid="ignore"):  # Inf - Inf
-        difference = float(np.linalg.norm(values - exact))
-        varying = float(np.linalg.norm(exact - exact.mean(axis=0)))
-        norm = float(np.linalg.norm(exact))
-    # Constants have no variation but that of rounding.
-    scale = varying if varying > 1e-6 * norm else norm
-    if not difference <= LARGEST_ERROR * scale:  # or NaN
-        return LARGEST_ERROR if difference else 0.0
-    return difference / scale if scale else 0.0
-
-
-def _rounded(values: Any, dtype: str) -> Any:
-    """Returns a structure with its eager floats rounded to a dtype."""
-
-    def rounded(value: Any) -> Any:
-        if not is_eager_float(value):
-            return value
-        result = tf.cast(tf.cast(value, dtype), value.dtype)
-        for name, attached in keras_internals.attached_to(value).items():
-            setattr(result, name, attached)
-        return result
-
-    return keras.tree.map_structure(rounded, values)
-
-
-def _samples(outputs: Any) -> Outputs:
-    """Returns the floats of a layer's outputs as float32 arrays of shape `(examples, values)`, of large ones a part."""
-    arrays = [
-        np.asarray(output) for output in keras.tree.flatten(outputs) if is_eager_float(output)
-    ]
-    flat = [
-        array.reshape(len(array) if array.ndim else 1, math.prod(array.shape[1:]))
-        for array in arrays
-    ]
-    strides = [max(1, array.size // _MOST_VALUES) for array in flat]
-    return [
-        array[:, ::stride].astype(np.float32) for array, stride in zip(flat, strides, strict=True)
-    ]
-
-
-def is_eager_float(value: Any) -> bool:
-    """Whether a value is a float tensor that has a value."""
-    return (
-        isinstance(value, tf.Tensor)
-        and not tf.is_symbolic_tensor(value)
-        and value.dtype.is_floating
-    )
 
 
 def _is_random(layer: keras.Layer) -> bool:

@@ -106,7 +106,7 @@ OPEN = {
     ),
     "failed replay": (
         [row(1) | {"replay_error": "ValueError: no"}, *LATER],
-        "(the replay of a batch failed with ValueError: no); to find out: a training in float32",
+        "(none could be replayed: ValueError: no); to find out: a training in float32",
     ),
     "nonfinite replay": (
         [row(1) | {"replay": NOT_FINITE}, *LATER],

@@ -18,9 +18,10 @@ FLOATS = IDS.astype("float32")
 ROWS = 6000
 
 
+@keras.saving.register_keras_serializable("exact indices")
 class Tokens(layers.Layer):
-    def __init__(self, table=None):
-        super().__init__()
+    def __init__(self, table=None, **arguments):
+        super().__init__(**arguments)
         self.table = table or layers.Embedding(ROWS, 2)
 
     def build(self, shape):
@@ -165,6 +166,57 @@ def test_preprocessing_look_ups_are_exact(enabled, name):
     # In a graph, Keras casts even integers that CategoryEncoding gets to float16.
     for function, ids in (tokens, FLOATS), (tf.function(tokens), FLOATS), (tf.function(layer), IDS):
         np.testing.assert_array_equal(function(tf.constant(ids)), expected)
+
+
+@pytest.mark.parametrize("values", [["a", "b"], [b"a", b"b"]], ids=["strings", "bytes"])
+def test_hashing_of_texts_is_that_of_keras(values):
+    texts = np.array(values)[:, None]
+    expected = layers.Hashing(7)(texts).numpy()
+    with kmp.enable():
+        layer = layers.Hashing(7)
+    for each in texts, texts.astype(object), tf.constant(texts):
+        np.testing.assert_array_equal(layer(each), expected)
+
+
+class Scaled(layers.Embedding):
+    def call(self, ids):
+        return super().call(ids) * 2
+
+
+def test_subclass_of_a_look_up_layer_is_exact(enabled):
+    model = functional(Tokens(Scaled(ROWS, 2)))
+    np.testing.assert_allclose(model(FLOATS), 2 * table_of(model)[IDS], atol=1e-3)
+
+
+def test_hidden_states_that_an_embedding_multiplies_are_no_indices(enabled, recwarn):
+    layer = layers.ReversibleEmbedding(ROWS, 2)
+    layer.build((None, 3))
+    logits = layer(tf.constant([[1.0, 2.0]], "float16"), reverse=True)
+    assert (logits.dtype.name, messages(recwarn)) == ("float16", [])
+
+
+def test_model_that_is_loaded_without_enable_trains_the_rows_of_the_indices(tmp_path):
+    with kmp.enable():
+        model = functional(Tokens())
+        model.compile("sgd", "mse", jit_compile=False)
+    model.optimizer.build(model.trainable_variables)
+    model.save(tmp_path / "model.keras")
+    loaded = keras.models.load_model(tmp_path / "model.keras")
+    before = table_of(loaded)
+    loaded.fit(FLOATS, np.ones((2, 3, 2)), verbose=0)
+    assert np.unique(np.nonzero(table_of(loaded) != before)[0]).tolist() == [100, 3001, 4999]
+
+
+@pytest.mark.parametrize(
+    "clone", [copy.copy, copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))]
+)
+def test_copy_of_a_look_up_layer_is_independent_and_exact(enabled, clone):
+    layer = layers.Embedding(ROWS, 2)
+    layer.build()
+    copied = clone(layer)
+    copied.embeddings.assign(np.ones((ROWS, 2)))
+    np.testing.assert_array_equal(copied(IDS), np.ones((2, 3, 2)))
+    assert not np.array_equal(layer(IDS), np.ones((2, 3, 2)))
 
 
 def test_float32_layer_inside_a_layer_gets_what_was_cast_and_its_gradient_is_that_of_float32(

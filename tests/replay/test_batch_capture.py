@@ -8,7 +8,7 @@ from conftest import MODES, sequential
 
 import kmp
 from kmp import guarding
-from kmp.replay import BatchCapture, batch_capture
+from kmp.replay import BatchCapture, batch_variables
 
 pytestmark = pytest.mark.usefixtures("enabled")
 
@@ -52,7 +52,7 @@ def test_requested_batch_and_skipped_batches_are_captured(mode):
     assert capture.read() is None
 
 
-def test_suspicious_examples_of_a_large_batch_are_captured_first_and_others_in_the_next_skipped_step():
+def test_suspicious_examples_are_captured_first_and_others_in_the_next_skipped_step():
     model, capture = captured_model("eager", optimizer=kmp.wrap("sgd", loss_scale=2.0**127))
     x = np.arange(768, dtype="float32").reshape(256, 3) / 768
     for rows in (range(128), [*range(158, 256), *range(30)]):  # 0.618 of the batch later
@@ -67,7 +67,7 @@ def test_suspicious_examples_of_a_large_batch_are_captured_first_and_others_in_t
 
 @pytest.mark.parametrize("is_shape_known", [True, False])
 def test_fewer_of_large_examples_are_captured(is_shape_known, monkeypatch):
-    monkeypatch.setattr(batch_capture, "_MOST_BYTES", 48)  # an example has 3 floats and a target
+    monkeypatch.setattr(batch_variables, "_MOST_BYTES", 48)  # an example has 3 floats and a target
     model, capture = captured_model("eager" if is_shape_known else "graph")
     x = np.arange(24, dtype="float32").reshape(8, 3)
     capture.request()
@@ -132,6 +132,25 @@ def with_unknown_rows(batch, count):
     return data.apply(tf.data.experimental.assert_cardinality(count))
 
 
+def test_rows_of_which_some_are_known_are_captured_as_a_ragged_batch():
+    """A graph has labels of a known number, and nodes and edges of an unknown one."""
+    model = Graph()
+    model.compile("sgd", "mse", jit_compile=False)
+    model, capture = with_capture(model)
+
+    def batches():
+        for rows in (9, 7):
+            edges = np.ones((rows, 1), "float32"), np.zeros(rows, "int32")
+            yield dict(zip(("edges", "node"), edges, strict=True)), np.ones((4, 1), "float32")
+
+    edges = {"edges": tf.TensorSpec((None, 1)), "node": tf.TensorSpec((None,), tf.int32)}
+    signature = edges, tf.TensorSpec((4, 1))
+    data = tf.data.Dataset.from_generator(batches, output_signature=signature)
+    capture.request()
+    model.fit(data, steps_per_epoch=2, shuffle=False, verbose=0)
+    assert [len(tensor) for tensor in keras.tree.flatten(capture.read().data)] == [9, 9, 4]
+
+
 def test_ragged_batch_is_replayed_as_a_whole():
     sizes = np.array([6000, 4000, 3000, 200])
     node = np.repeat(np.arange(4), sizes).astype("int32")
@@ -157,7 +176,7 @@ def test_ragged_batch_is_replayed_as_a_whole():
 def test_ragged_batch_is_captured_unless_it_is_too_large_or_of_xla(
     most_bytes, mode, are_rows_known, rows, monkeypatch
 ):
-    monkeypatch.setattr(batch_capture, "_MOST_BYTES", most_bytes)
+    monkeypatch.setattr(batch_variables, "_MOST_BYTES", most_bytes)
     batch = (
         {"edges": np.ones((9, 1), "float32"), "node": np.zeros(9, "int32")},
         np.ones((4, 1), "float32"),

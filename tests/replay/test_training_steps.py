@@ -293,7 +293,7 @@ def test_step_without_an_update_is_compared_forward_only():
 
 
 class Hidden(Own):
-    """Updates with an optimizer that is in no attribute of the model, and undoes at the end what it did before."""
+    """Updates with an optimizer of no attribute, and undoes at the end what it did before."""
 
     def train_step(self, data):
         self.layers[0].trainable = False

@@ -1,0 +1,231 @@
+"""What kmp replaces of Keras and TensorFlow, and which of their private names it uses."""
+
+import enum
+from dataclasses import dataclass
+
+
+class Reason(enum.Enum):
+    """Why a patch is applied."""
+
+    ENABLED = "while `kmp.enable` or `kmp.graph_rewrite` is on"
+    IN_USE = "while an optimizer of kmp or a model compiled under `kmp.enable` is in use"
+    CONVERSION = "while `kmp.convert` builds layers"
+    STEP = "while a guarded training step is traced or runs eagerly"
+    REPLAY = "while a batch is replayed; acts in that thread only"
+
+
+@dataclass(frozen=True)
+class Patch:
+    """A function or attribute of Keras or TensorFlow that kmp replaces.
+
+    Args:
+        owner: The module, or the class, as `"module:Class"`. A base class may define the name.
+        name: Its name there.
+        make: The function of kmp that returns the replacement of the original, as
+            `"module:function"`.
+        when: The reasons to apply it; one is enough.
+        promise: What the user loses without it.
+        since: The oldest version that it was tested with.
+        until: The version that makes it needless; `None` if there is none yet.
+        link: The heading in docs/upstream.md, or the issue, that would end it.
+        is_new: Whether the owner has no attribute of this name without the patch.
+    """
+
+    owner: str
+    name: str
+    make: str
+    when: tuple[Reason, ...]
+    promise: str
+    since: str = "Keras 3.12"
+    until: str | None = None
+    link: str = ""
+    is_new: bool = False
+
+
+_PATCHES = "kmp.policy.keras_patches"
+_INDICES = "kmp.policy.exact_indices"
+_FIXES = "kmp.backend.trainer_fixes"
+_OVERRIDES = "kmp.backend.thread_overrides"
+_INTERNALS = "kmp.backend.tensorflow_internals"
+
+_WORKERS = "`fit` fails under MultiWorkerMirroredStrategy with several workers"
+_NEEDED_BY_REPLAY = "What a replay needs by thread"
+
+PATCHES = (
+    # While kmp is enabled.
+    Patch(
+        owner="keras.src.backend.common.global_state",
+        name="get_global_attribute",
+        make=f"{_PATCHES}:policy_read_patch",
+        when=(Reason.ENABLED,),
+        promise="the policy of `enable` holds in all threads and after `clear_session`",
+        link="The global dtype policy belongs to a thread",
+    ),
+    Patch(
+        owner="keras.src.backend.common.global_state",
+        name="set_global_attribute",
+        make=f"{_PATCHES}:policy_write_patch",
+        when=(Reason.ENABLED,),
+        promise="a policy that a thread sets under `enable` takes precedence there",
+        link="The global dtype policy belongs to a thread",
+    ),
+    Patch(
+        owner="keras:Model",
+        name="compile",
+        make=f"{_PATCHES}:compile_patch",
+        when=(Reason.ENABLED,),
+        promise="`compile` wraps the optimizer of a model that computes in float16",
+        link="No hook around compile and the training step",
+    ),
+    Patch(
+        owner="keras:Model",
+        name="_maybe_symbolic_build",
+        make=f"{_FIXES}:symbolic_build_patch",
+        when=(Reason.ENABLED,),
+        promise="`fit`, `evaluate` and `predict` work on several workers",
+        link=_WORKERS,
+    ),
+    Patch(
+        owner="keras.src.backend.tensorflow.trainer",
+        name="reduce_per_replica",
+        make=f"{_FIXES}:reduce_per_replica_patch",
+        when=(Reason.ENABLED,),
+        promise="the logs of several workers are averaged",
+        link=_WORKERS,
+    ),
+    # While layers are created, also by a conversion, and by a Sequential when it is built.
+    Patch(
+        owner="keras:Layer",
+        name="__init__",
+        make=f"{_PATCHES}:layer_init_patch",
+        when=(Reason.ENABLED, Reason.IN_USE, Reason.CONVERSION),
+        promise="layers that go wrong in 16 bits stay float32, and normalization is fused",
+        link="No hook at the end of a layer's constructor",
+    ),
+    # `keras.Layer.__init__` has run before these classes set what their reason depends on.
+    *(
+        Patch(
+            owner=f"keras:layers.{layer}",
+            name="__init__",
+            make=f"{_PATCHES}:layer_init_patch",
+            when=(Reason.ENABLED, Reason.CONVERSION),
+            promise=f"`{layer}` stays float32 with the arguments that go wrong in 16 bits",
+            link="No hook at the end of a layer's constructor",
+        )
+        for layer in ("Dot", "Masking", "UpSampling2D")
+    ),
+    # While something exists that was made with kmp.
+    Patch(
+        owner="keras:Model",
+        name="make_train_function",
+        make=f"{_PATCHES}:make_train_function_patch",
+        when=(Reason.ENABLED, Reason.IN_USE),
+        promise="a skipped step leaves the state of the model as it was",
+        link="No hook around compile and the training step",
+    ),
+    Patch(
+        owner="keras:Model",
+        name="compute_metrics",
+        make=f"{_PATCHES}:compute_metrics_patch",
+        when=(Reason.ENABLED, Reason.IN_USE),
+        promise="metrics of 16-bit outputs are computed in float32",
+        link="Metrics and added losses in 16 bits",
+    ),
+    Patch(
+        owner="keras:Layer",
+        name="losses",
+        make=f"{_PATCHES}:losses_patch",
+        when=(Reason.ENABLED, Reason.IN_USE),
+        promise="losses that layers add in 16 bits are cast to float32",
+        link="Metrics and added losses in 16 bits",
+    ),
+    Patch(
+        owner="keras:DTypePolicy",
+        name="convert_input",
+        make=f"{_INDICES}:convert_input_patch",
+        when=(Reason.ENABLED, Reason.IN_USE),
+        promise="look-up layers get the indices that Keras has rounded to 16 bits",
+        link="Float indices are rounded on their way to a look-up",
+    ),
+    Patch(
+        owner="keras:layers.CategoryEncoding",
+        name="__call__",
+        make=f"{_INDICES}:category_encoding_patch",
+        when=(Reason.ENABLED, Reason.IN_USE),
+        promise="`CategoryEncoding` gets exact indices in a graph",
+        link="Float indices are rounded on their way to a look-up",
+        is_new=True,
+    ),
+    # While a guarded step is traced or runs eagerly.
+    Patch(
+        owner="keras:Variable",
+        name="assign",
+        make="kmp.guarding.assignments:assign_patch",
+        when=(Reason.STEP,),
+        promise="a skipped step restores weights that other code than the optimizer assigns",
+        link="No hook around compile and the training step",
+    ),
+    # While a batch is replayed.
+    Patch(
+        owner="keras:Layer",
+        name="_dtype_policy",
+        make=f"{_OVERRIDES}:policy_attribute",
+        when=(Reason.REPLAY,),
+        promise="a replay computes in another precision than the training",
+        link=_NEEDED_BY_REPLAY,
+        is_new=True,
+    ),
+    Patch(
+        owner="keras:Variable",
+        name="_dtype",
+        make=f"{_OVERRIDES}:variable_dtype_attribute",
+        when=(Reason.REPLAY,),
+        promise="a replay in float32 does not round the state that it computes",
+        link=_NEEDED_BY_REPLAY,
+        is_new=True,
+    ),
+    Patch(
+        owner="tensorflow:GradientTape",
+        name="gradient",
+        make=f"{_INTERNALS}:gradient_patch",
+        when=(Reason.REPLAY,),
+        promise="a replay knows where the backward pass of a tape ends",
+        since="TensorFlow 2.18",
+        link=_NEEDED_BY_REPLAY,
+    ),
+    Patch(
+        owner="tensorflow.python.eager.context:Context",
+        name="_internal_operation_seed",
+        make=f"{_INTERNALS}:operation_seed_patch",
+        when=(Reason.REPLAY,),
+        promise="a replay does not change which random numbers the training draws",
+        since="TensorFlow 2.18",
+        link=_NEEDED_BY_REPLAY,
+    ),
+    Patch(
+        owner="tensorflow.python.eager.polymorphic_function.polymorphic_function:Function",
+        name="_run_functions_eagerly",
+        make=f"{_INTERNALS}:run_eagerly_patch",
+        when=(Reason.REPLAY,),
+        promise="a replay runs the `tf.function`s of its thread eagerly, and traces none",
+        since="TensorFlow 2.18",
+        link=_NEEDED_BY_REPLAY,
+    ),
+    *(
+        Patch(
+            owner="tensorflow.python.ops.gen_random_ops",
+            name=operation,
+            make=f"{_INTERNALS}:{operation}_patch",
+            when=(Reason.REPLAY,),
+            promise=f"the passes of a replay get the same numbers from `{operation}`",
+            since="TensorFlow 2.18",
+            link=_NEEDED_BY_REPLAY,
+        )
+        for operation in (
+            "random_standard_normal",
+            "random_uniform",
+            "random_uniform_int",
+            "truncated_normal",
+        )
+    ),
+)

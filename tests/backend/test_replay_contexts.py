@@ -1,0 +1,165 @@
+"""What a replay changes acts in its thread only, and ends with it, however it ends."""
+
+import contextlib
+import sys
+from pathlib import Path
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from conftest import another_thread
+from tensorflow.python.eager.context import Context
+from tensorflow.python.eager.polymorphic_function.polymorphic_function import Function
+from tensorflow.python.ops import gen_random_ops
+
+from kmp import backend
+from kmp.backend import Undos
+
+
+@contextlib.contextmanager
+def changed(layer):
+    """Everything that a replay changes."""
+    with Undos() as undos, undos:
+        undos.enter(backend.equal_random_numbers())
+        undos.enter(backend.state_restored(layer))
+        undos.enter(backend.functions_run_eagerly())
+        undos.enter(backend.own_method(layer, "call", lambda call: lambda x: call(x) + 1))
+        undos.enter(backend.dtype_policies_replaced([(layer, keras.DTypePolicy("float16"))]))
+        undos.enter(backend.variable_dtype_replaced(layer.kernel, "float16"))
+        undos.enter(backend.after_each_gradient(list, lambda _: None))
+        undos.enter(backend.watching_operations(lambda *_: None))
+        yield
+
+
+def patched():
+    """What a replay patches for all threads, and what it sets for one."""
+    names = ("random_standard_normal", "random_uniform", "random_uniform_int", "truncated_normal")
+    return {
+        **{name: getattr(gen_random_ops, name) for name in names},
+        "gradient": tf.GradientTape.gradient,
+        "seed": Context._internal_operation_seed,
+        "eager": Function._run_functions_eagerly,
+        "policy": "_dtype_policy" in vars(keras.Layer),
+        "dtype": "_dtype" in vars(keras.Variable),
+    }
+
+
+def dense():
+    layer = keras.layers.Dense(1, kernel_initializer="ones")
+    layer.build((None, 2))
+    return layer
+
+
+def test_another_thread_uses_its_own_functions_policies_and_methods():
+    layer, x = dense(), np.ones((1, 2), "float32")
+    ran = []
+    function = tf.function(lambda: ran.append(tf.executing_eagerly()))
+
+    def seen():
+        function()
+        return float(layer(x)[0, 0]), layer.compute_dtype, layer.kernel.dtype
+
+    with another_thread() as call:
+        with changed(layer):
+            assert call(seen) == (2.0, "float32", "float32")
+            assert seen() == (3.0, "float16", "float16")
+            assert call(seen) == (2.0, "float32", "float32")
+        assert call(seen) == seen() == (2.0, "float32", "float32")
+    assert ran == [False, True]  # traced once, by the other thread
+
+
+def test_contexts_of_two_threads_end_in_any_order():
+    layer, x, before = dense(), np.ones((1, 2), "float32"), patched()
+    with another_thread() as call:
+        first = changed(layer)
+        first.__enter__()
+        second = call(lambda: changed(layer))
+        call(second.__enter__)
+        first.__exit__(None, None, None)
+        assert (float(layer(x)[0, 0]), call(lambda: float(layer(x)[0, 0]))) == (2.0, 3.0)
+        call(second.__exit__, None, None, None)
+    assert patched() == before
+    assert "call" not in vars(layer)
+
+
+def test_a_method_that_is_replaced_twice_in_a_thread_calls_the_first_replacement():
+    layer = dense()
+    add, double = (lambda call: lambda x: call(x) + 1), (lambda call: lambda x: call(x) * 2)
+    with backend.own_method(layer, "call", add), backend.own_method(layer, "call", double):
+        assert float(layer(np.ones((1, 2)))[0, 0]) == 6.0
+
+
+def test_random_numbers_of_the_thread_and_of_others_go_on_as_if_nothing_was_drawn():
+    def drawn(draws_between):
+        tf.random.set_seed(7)
+        numbers = [float(tf.random.uniform(()))]
+        with another_thread() as call, contextlib.ExitStack() as stack:
+            if draws_between:
+                stack.enter_context(backend.equal_random_numbers())
+                tf.random.uniform(()), tf.random.gamma((), 1.0)
+            numbers.append(call(lambda: float(tf.random.uniform(()))))
+            stack.close()
+        return [*numbers, float(tf.random.uniform(()))]
+
+    assert drawn(True) == drawn(False)
+
+
+def test_equal_random_numbers_are_equal_in_each_context():
+    drawn = []
+    for _ in range(2):
+        with backend.equal_random_numbers():
+            drawn.append([float(tf.random.normal(())), float(tf.random.uniform(()))])
+        tf.random.normal(())
+    assert drawn[0] == drawn[1]
+
+
+def test_vectorized_map_traces_its_function_also_where_functions_run_eagerly():
+    with backend.functions_run_eagerly():
+        squares = tf.vectorized_map(lambda x: x * x, tf.constant([1.0, 2.0]))
+    assert squares.numpy().tolist() == [1.0, 4.0]
+
+
+FILES = {contextlib.__file__, *map(str, Path(backend.__file__).parent.glob("*.py"))}
+
+
+def interrupted_at(number, run):
+    """Runs a function until a `KeyboardInterrupt` at this line; returns how many lines it ran."""
+    lines = 0
+
+    def local(frame, event, argument):
+        nonlocal lines
+        if event == "line":
+            lines += 1
+            if lines == number:
+                raise KeyboardInterrupt
+        return local
+
+    previous = sys.gettrace()
+    sys.settrace(lambda frame, *_: local if frame.f_code.co_filename in FILES else None)
+    try:
+        run()
+    finally:
+        sys.settrace(previous)
+    return lines
+
+
+def test_ctrl_c_at_any_line_leaves_nothing_changed():
+    layer, before = dense(), patched()
+
+    def run():
+        with Undos() as undos, undos:
+            undos.enter(changed(layer))
+
+    total = interrupted_at(-1, run)
+    assert total > 300
+    for number in range(1, total + 1):
+        with pytest.raises(
+            KeyboardInterrupt
+        ) as interrupt:  # the traceback keeps the contexts alive
+            interrupted_at(number, run)
+        assert patched() == before, number
+        assert "call" not in vars(layer), number
+        assert (layer.compute_dtype, layer.kernel.dtype) == ("float32", "float32"), number
+        keras.Variable(0.0)  # not in a stateless scope
+        del interrupt

@@ -1,0 +1,177 @@
+"""What is replayed after a replay that failed, and that none of it ends a training."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from conftest import MODES, sequential
+from keras import layers, ops
+from models import Cube
+
+import kmp
+
+pytestmark = pytest.mark.usefixtures("enabled")
+NODES = 150
+
+
+def defaults(**options):
+    """Returns the default callbacks without the one that repairs a training."""
+    options = {"float32_fallback": False, "on_stuck": "ignore"} | options
+    return kmp.callbacks.defaults(**options)
+
+
+def errors_of(callbacks):
+    return [row["replay_error"] for row in callbacks[0].run.rows if "replay_error" in row]
+
+
+class Neighbors(layers.Layer):
+    """Sums over the neighbors of each node, of which there are as many as examples in a batch."""
+
+    def call(self, inputs):
+        features, adjacency = inputs
+        return ops.matmul(adjacency, features)
+
+
+def graph_model(*hidden, **options):
+    features, adjacency = keras.Input((4,)), keras.Input((NODES,))
+    nodes = layers.Dense(4)(features)
+    for layer in hidden:
+        nodes = layer(nodes)
+    outputs = layers.Dense(1, dtype="float32")(Neighbors()([nodes, adjacency]))
+    model = keras.Model([features, adjacency], outputs)
+    model.compile("sgd", "mse", **options)
+    return model
+
+
+def fit_graph(model, callbacks, scale=1.0, epochs=12):
+    random = np.random.default_rng(0)
+    x = (scale * random.normal(size=(NODES, 4))).astype("float32")
+    adjacency = np.eye(NODES, dtype="float32")
+    model.fit(
+        [x, adjacency],
+        x[:, :1],
+        batch_size=NODES,
+        shuffle=False,
+        epochs=epochs,
+        verbose=0,
+        callbacks=callbacks,
+    )
+
+
+@pytest.mark.parametrize("mode", ["eager", "graph", "compiled step", "xla"])
+def test_batch_whose_rows_do_not_stand_alone_is_replayed_as_a_whole(mode):
+    model = graph_model(**MODES[mode])
+    if mode == "compiled step":
+        model.compile(kmp.wrap("sgd", jit_compile=True), "mse", jit_compile=False)
+    callbacks = defaults(every_n_steps=2)
+    fit_graph(model, callbacks)
+    replays = [replay for _, replay in callbacks[0].run.replays]
+    assert len(errors_of(callbacks)) == 1
+    assert len(replays) >= 2
+    assert {(each.examples, each.is_compared, each.is_harmful) for each in replays} == {
+        (NODES, True, False)
+    }
+
+
+def test_layer_that_overflows_in_a_full_batch_graph_network_is_repaired():
+    model = graph_model(Cube(name="cube"), jit_compile=False)
+    callbacks = defaults(float32_fallback=True)
+    with pytest.warns(UserWarning, match="cube.* to float32, and the training continues"):
+        fit_graph(model, callbacks, scale=60.0, epochs=30)
+    assert model.get_layer("cube").compute_dtype == "float32"
+
+
+class Fails(layers.Layer):
+    """Refuses some calls that are not of a trace."""
+
+    def __init__(self, failing):
+        super().__init__()
+        self.failing = failing
+        self.calls = 0
+
+    def call(self, x):
+        if not tf.is_symbolic_tensor(x):
+            self.calls += 1
+            if self.failing(self.calls, len(x)):
+                raise ValueError("no replay")
+        return x * 1.0
+
+
+def small_fit(model, callbacks, rows=8, epochs=12):
+    x = np.random.default_rng(0).normal(size=(rows, 4)).astype("float32")
+    model.fit(x, x[:, :1], batch_size=rows, epochs=epochs, verbose=0, callbacks=callbacks)
+
+
+def test_another_batch_is_replayed_after_one_that_fails():
+    model = sequential(Fails(lambda call, _: call == 1), layers.Dense(1), jit_compile=False)
+    callbacks = defaults(every_n_steps=1)
+    small_fit(model, callbacks)
+    assert errors_of(callbacks) == ["ValueError in Fails: no replay"]
+    assert [step for step, _ in callbacks[0].run.replays] == [2, 6, 12]  # 6 is the middle
+
+
+def test_fewer_examples_are_replayed_where_the_memory_is_too_small():
+    class Large(Fails):
+        def call(self, x):
+            if not tf.is_symbolic_tensor(x) and len(x) > 8:
+                raise tf.errors.ResourceExhaustedError(None, None, "out of memory")
+            return x * 1.0
+
+    model = sequential(Large(None), layers.Dense(1), jit_compile=False)
+    callbacks = defaults(every_n_steps=1)
+    small_fit(model, callbacks, rows=32)
+    assert errors_of(callbacks) == []
+    assert {replay.examples for _, replay in callbacks[0].run.replays} == {8}
+
+
+def test_training_without_a_possible_replay_warns_once_with_the_reason():
+    model = sequential(Fails(lambda *_: True), layers.Dense(1), jit_compile=False)
+    callbacks = defaults(every_n_steps=1)
+    reason = "the training continues without replays: ValueError in Fails: no replay.$"
+    with pytest.warns(UserWarning, match=reason) as warned:
+        small_fit(model, callbacks)
+    assert len(warned) == 1
+    assert len(errors_of(callbacks)) == 2
+    assert model.optimizer.snapshot().step == 12
+
+
+def test_reason_is_a_sentence_without_control_codes():
+    """TensorFlow has no kernel for the pooling on a CPU, where XLA compiles it."""
+    pooling = layers.MaxPooling3D(2), layers.Flatten(), layers.Dense(1, dtype="float32")
+    model = sequential(*pooling, shape=(2, 2, 2, 1), jit_compile=True)
+    callbacks = defaults(every_n_steps=1)
+    x = np.ones((8, 2, 2, 2, 1), "float32")
+    with pytest.warns(UserWarning, match="TensorFlow has no kernel of MaxPool3D for float16"):
+        model.fit(x, np.ones((8, 1)), batch_size=8, epochs=4, verbose=0, callbacks=callbacks)
+    assert all(error.isprintable() for error in errors_of(callbacks))
+
+
+@pytest.mark.parametrize("mode", ["eager", "graph", "xla"])
+def test_batch_that_cannot_be_captured_does_not_change_the_training(mode, monkeypatch):
+    def fit(callbacks):
+        keras.utils.set_random_seed(0)
+        model = sequential(layers.Dense(1), **MODES[mode])
+        small_fit(model, callbacks, epochs=4)
+        return model.get_weights()
+
+    def top_k(*_):
+        raise TypeError("no kernel")
+
+    expected = fit([])
+    monkeypatch.setattr(tf.math, "top_k", top_k)
+    reason = r"a batch cannot be captured \(TypeError in Cond: no kernel\)"
+    with pytest.warns(UserWarning, match=reason) as warned:
+        weights = fit(defaults(every_n_steps=1))
+    assert len(warned) == 1
+    np.testing.assert_equal(weights, expected)
+
+
+def test_error_of_the_training_step_itself_passes_through():
+    class Wrong(layers.Layer):
+        def call(self, x):
+            raise ValueError("of the user")
+
+    model = keras.Sequential([Wrong(), layers.Dense(1)])
+    model.compile("sgd", "mse")
+    with pytest.raises(ValueError, match="of the user"):
+        small_fit(model, defaults(), epochs=1)
