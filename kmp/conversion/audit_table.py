@@ -8,8 +8,8 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from kmp.conversion.op_rule import NEEDS_FLOAT32
 from kmp.conversion.plan import Plan
-from kmp.conversion.precision_rules import NEEDS_FLOAT32
 from kmp.conversion.step_traffic import StepTraffic
 from kmp.utils import DTYPES_16_BIT, FLOAT32, printable
 
@@ -28,7 +28,7 @@ class Row:
         compute_dtype: Its current compute dtype; the output dtype of an operation.
         variable_dtype: The current dtype of its weights; `None` for an operation.
         output_dtype: Its current output dtype; `None` if Keras does not know it.
-        category: `"float16"`, `"follows its inputs"` or `"float32"`.
+        category: `"float32"`, `"follows its inputs"`, or the 16-bit dtype of the policy.
         reason: Why it is in this category, or why it would stay float32.
         source: The source of the rule.
         planned_dtype: Its compute dtype after `kmp.convert`; the current one if the model already

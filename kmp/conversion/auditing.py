@@ -17,8 +17,8 @@ from kmp.conversion.model_parts import (
     output_operations,
     parts_of,
 )
+from kmp.conversion.op_rule import FOLLOWS_INPUTS
 from kmp.conversion.plan import Plan, make_plan
-from kmp.conversion.precision_rules import FOLLOWS_INPUTS
 from kmp.conversion.step_traffic import step_traffic
 from kmp.utils import DTYPES_16_BIT, FLOAT32
 
@@ -48,8 +48,8 @@ def audit(model: keras.Model, batch: Any = None, policy: str = "mixed_float16") 
     Args:
         model: A built `keras.Model`, in float32 or mixed precision.
         batch: An input of the model, such as an array, without targets.
-        policy: The policy of the candidate, as in `kmp.convert`. The reasons are always those for
-            float16; bfloat16 has float32's range but only 8 significant bits.
+        policy: The policy of the candidate, as in `kmp.convert`. The categories and the reasons
+            are those for it.
 
     Returns:
         An `Audit`, which displays as a table. `to_dict()` returns the data.
@@ -66,7 +66,7 @@ def audit(model: keras.Model, batch: Any = None, policy: str = "mixed_float16") 
     """
     check_built(model)
     plan = Plan(policy)
-    parts = parts_of(model, plan.compute_dtype)
+    parts = parts_of(model, plan.policy)
     plan = make_plan(model, parts, plan)
     has_batch, quantized = batch is not None, is_quantized(model)
     if has_batch and quantized:
@@ -155,7 +155,7 @@ def _row(
         compute_dtype=compute_dtype,
         variable_dtype=layer.variable_dtype if has_dtypes else None,
         output_dtype=output_dtype,
-        category=rule.category,
+        category=rule.category_in(plan.compute_dtype),
         reason=reason,
         source=rule.source if reason == rule.reason else "",
         planned_dtype=planned_dtype,

@@ -77,7 +77,9 @@ def clone_model(
     kept: set[type] = set()
     removed: set[str] = set()
     for part in parts:
-        if plan and layers.reason_for_float32(part.operation, plan.compute_dtype):
+        if not (plan and part.is_layer):
+            continue
+        if layers.reason_for_float32(part.operation, plan.compute_dtype):
             if plan.policy_of(part.path) == FLOAT32.name:
                 kept.add(type(part.operation))
             else:

@@ -10,8 +10,8 @@ from kmp.conversion.cloning import clone_model
 from kmp.conversion.compile_state import transfer_compile_state
 from kmp.conversion.measurement import measure_activations
 from kmp.conversion.model_parts import Part, check_built, check_not_float64, is_quantized, parts_of
+from kmp.conversion.op_rule import NEEDS_FLOAT32
 from kmp.conversion.plan import Plan, complete_plan, make_plan
-from kmp.conversion.precision_rules import NEEDS_FLOAT32
 from kmp.utils import DTYPES_16_BIT, FLOAT16, validation
 
 logger = logging.getLogger("kmp")
@@ -86,7 +86,7 @@ def convert(
     check_built(model)
     validation.boolean("float32_layers", float32_layers)
     plan = policy if isinstance(policy, Plan) else Plan(policy)
-    parts = parts_of(model, plan.compute_dtype)
+    parts = parts_of(model, plan.policy)
     if plan is not policy:
         plan = make_plan(model, parts, plan, keep_float32, float32_layers)
     elif keep_float32 is None and float32_layers:

@@ -18,8 +18,9 @@ from kmp.backend import (
     keras_internals,
     sublayers,
 )
-from kmp.conversion.precision_rules import FOLLOWS_INPUTS, OpRule, rule_for
-from kmp.utils import FLOAT16, unique_names
+from kmp.conversion.op_rule import FOLLOWS_INPUTS, OpRule
+from kmp.conversion.precision_rules import rule_for
+from kmp.utils import unique_names
 
 WRAPPERS = (
     keras.layers.Wrapper,
@@ -66,8 +67,8 @@ class Part:
         return self.path.rpartition("/")[0]
 
 
-def parts_of(model: keras.Model, dtype: str = FLOAT16.name) -> list[Part]:
-    """Returns all layers and operations of a model, with their rules for a dtype.
+def parts_of(model: keras.Model, policy: str = "mixed_float16") -> list[Part]:
+    """Returns all layers and operations of a model, with their rules for a 16-bit policy.
 
     They are in graph order, parents before children. Shared ones are listed once.
     """
@@ -93,7 +94,7 @@ def parts_of(model: keras.Model, dtype: str = FLOAT16.name) -> list[Part]:
             if is_created_by_keras:
                 rule = OpRule(FOLLOWS_INPUTS, f"uses the dtype of {parent.name}, which creates it")
             else:
-                rule = rule_for(operation, dtype)
+                rule = rule_for(operation, policy)
             config, obstacle = _config_of_custom(operation), ""
             # The policy of a model can be set, and that of a sublayer that a custom layer creates
             # in code: without a `dtype`, it uses the global policy.

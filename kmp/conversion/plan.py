@@ -11,7 +11,7 @@ import keras
 
 from kmp.backend import keras_internals
 from kmp.conversion.model_parts import WRAPPERS, Part, output_operations
-from kmp.conversion.precision_rules import FOLLOWS_INPUTS, NEEDS_FLOAT32
+from kmp.conversion.op_rule import FOLLOWS_INPUTS, NEEDS_FLOAT32
 from kmp.utils import FLOAT32, FORMATS_16_BIT, atomic_files, path_and_parents, validation
 
 CONVERSION_POLICIES = ("mixed_float16", "mixed_bfloat16", "float16", "bfloat16")
@@ -137,9 +137,6 @@ def make_plan(
 
     def reasons(part: Part) -> Iterator[str]:
         """Yields why a part stays float32, whatever its inputs; the first reason applies."""
-        is_normalization = isinstance(part.operation, keras.layers.BatchNormalization)
-        if float32_layers and is_normalization and not plan.policy.startswith("mixed_"):
-            yield "its statistics are weights, and 16 bits would round their updates away"
         if part.obstacle:
             yield part.obstacle
         if part.path in requested:
