@@ -1,4 +1,4 @@
-"""Activation statistics of a model's layers and operations on one batch, compared with float16's range."""
+"""Statistics of the outputs of layers and operations on one batch, and float16's range."""
 
 import contextlib
 import functools
@@ -38,24 +38,31 @@ class ActivationStatistics:
         self.is_finite = bool(finite.all())
 
     def relative_error(self, reference: "ActivationStatistics") -> float:
-        """Returns the L2 norm of the difference divided by that of the reference; NaN if the shapes differ."""
-        if [value.shape for value in self.values] != [value.shape for value in reference.values]:
+        """Returns the L2 norm of the difference divided by that of the reference.
+
+        NaN if the shapes differ.
+        """
+        shapes = [value.shape for value in self.values]
+        if shapes != [value.shape for value in reference.values]:
             return float("nan")
         pairs = zip(self.values, reference.values, strict=True)
-        squared_error = sum(float(np.sum(np.square(a - b, dtype=np.float64))) for a, b in pairs)
-        squared_norm = sum(
-            float(np.sum(np.square(value, dtype=np.float64))) for value in reference.values
-        )
-        return (
-            float(np.sqrt(squared_error / squared_norm))
-            if squared_norm
-            else float(squared_error > 0)
-        )
+        squared_error = sum(_squared_norm(value - exact) for value, exact in pairs)
+        squared_norm = sum(map(_squared_norm, reference.values))
+        if not squared_norm:
+            return float(squared_error > 0)
+        return float(np.sqrt(squared_error / squared_norm))
+
+
+Statistics = dict[str, ActivationStatistics]  # by the path of a layer or operation
+
+
+def _squared_norm(values: np.ndarray) -> float:
+    return float(np.sum(np.square(values, dtype=np.float64)))
 
 
 def measure_activations(
     model: keras.Model, operations: Mapping[str, keras.Operation], batch: Any
-) -> dict[str, ActivationStatistics]:
+) -> Statistics:
     """Runs a model eagerly on a batch, in inference mode, and restores its state.
 
     Returns:

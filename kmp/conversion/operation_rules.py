@@ -187,9 +187,9 @@ def _squares_its_input(name: str, call: Any) -> bool:
 def _constants_of(operation: keras.Operation, calls: list[Any]) -> list[float]:
     """Returns the constants of an operation that Keras converts to the dtype of its floats."""
     constants = [value for value in vars(operation).values() if type(value) in (int, float)]
-    for call in calls:
-        for value in keras.tree.flatten([call.arguments.args, call.arguments.kwargs]):
-            constants += _constants_in(value)
+    arguments = [(call.arguments.args, call.arguments.kwargs) for call in calls]
+    for value in keras.tree.flatten(arguments):
+        constants += _constants_in(value)
     if any(_has_floats(call.input_tensors) for call in calls):
         return constants
     # With a float output, as in `where(mask, 0.0, -1e9)`, float constants become floats; otherwise
