@@ -15,10 +15,10 @@ _UNIT_SCALE = FixedScale(1.0)
 
 
 def transfer_compile_state(original: keras.Model, converted: keras.Model, scale_loss: bool) -> None:
-    """Compiles a converted model like the original, if that is compiled, with its optimizer's state.
+    """Compiles a converted model like the original, if that is compiled.
 
-    Warns if the model cannot be compiled or the state does not fit. Without `scale_loss`, a loss
-    scale is removed.
+    Copies the state of its optimizer. Warns if the model cannot be compiled or the state does not
+    fit. Without `scale_loss`, a loss scale is removed.
     """
     if not original.compiled:
         return

@@ -1,4 +1,4 @@
-"""Lists the layers of a model and the operations of its graphs, each with its path and its precision rule."""
+"""Lists the layers and operations of a model, each with its path and its precision rule."""
 
 import inspect
 import threading
@@ -127,7 +127,7 @@ def _config_of_custom(operation: keras.Operation) -> Config | None:
 
 
 def config_of(layer: keras.Layer) -> Config:
-    """Returns the config of a layer, without Keras' warning about lambdas, which are not taken from it."""
+    """Returns the config of a layer without Keras' warning: lambdas are not taken from it."""
     held = (value for sublayer in sublayers(layer) for value in vars(sublayer).values())
     if not any(getattr(value, "__name__", "") == "<lambda>" for value in held):
         return layer.get_config()
@@ -140,13 +140,16 @@ def config_of(layer: keras.Layer) -> Config:
 
 
 def children_of(parent: keras.Layer) -> list[keras.Operation]:
-    """Returns the operations of a functional model in graph order, and the direct sublayers of any layer."""
+    """Returns the direct sublayers of a layer, and the operations of a graph, in graph order."""
     operations = parent.operations if is_graph(parent) else []
     return list({id(child): child for child in (*operations, *direct_sublayers(parent))}.values())
 
 
 def output_operations(model: keras.Model) -> Iterator[keras.Operation]:
-    """Yields the operations that produce a model's outputs; none for a subclassed model, which Keras does not trace."""
+    """Yields the operations that produce a model's outputs.
+
+    None for a subclassed model, which Keras does not trace.
+    """
     for tensor in keras_internals.graph_tensors(model, "outputs"):
         operation = keras_internals.producer_of(tensor)
         nested = list(output_operations(operation)) if isinstance(operation, keras.Model) else []
@@ -154,7 +157,7 @@ def output_operations(model: keras.Model) -> Iterator[keras.Operation]:
 
 
 def check_built(model: Any) -> None:
-    """Raises an error if `model` is not a Keras model, or it or a model inside a graph of it is not built."""
+    """Raises an error if `model`, or a model inside its graph, is not a built Keras model."""
     if not isinstance(model, keras.Model):
         raise TypeError(
             "`model` must be a keras.Model, such as keras.models.load_model(file) returns."
@@ -194,6 +197,12 @@ def is_quantized(model: keras.Model) -> bool:
 def is_graph(layer: keras.Operation) -> bool:
     """Whether a layer is a functional model, whose operations and their connections are known."""
     return isinstance(layer, keras.Model) and hasattr(layer, "operations")
+
+
+def has_float_dtype(operation: keras.Operation) -> bool:
+    """Whether it is a layer that computes in floats, unlike a look-up of strings or integers."""
+    is_layer = isinstance(operation, keras.Layer)
+    return is_layer and keras.backend.is_float_dtype(operation.compute_dtype)
 
 
 def refused_arguments(layer: keras.Layer) -> set[str]:

@@ -1,4 +1,4 @@
-"""Layers that compute in float32 where float16 is too imprecise or overflows, also after saving and loading."""
+"""Layers that compute in float32 where 16 bits do not do, and the table of those that need it."""
 
 from kmp.layers.batch_normalization import BatchNormalization
 from kmp.layers.float32 import Float32, Softmax

@@ -115,7 +115,10 @@ def _has_activity_regularizer(layer: keras.Layer, policy: keras.DTypePolicy) -> 
 
 
 def _adds_loss_itself(layer: keras.Layer, policy: keras.DTypePolicy) -> bool:
-    """Whether the code of `call` adds a loss. The code of a block of layers may compute much else."""
+    """Whether the code of `call` adds a loss.
+
+    Not for a block of layers, whose code may compute much else.
+    """
     code = getattr(inspect.unwrap(type(layer).call), "__code__", None)
     return "add_loss" in getattr(code, "co_names", ()) and not any(direct_sublayers(layer))
 
@@ -317,7 +320,7 @@ def _class_names(layer: keras.Layer) -> Iterator[str]:
 
 
 def _activation_names(layer: keras.Layer, moment: Moment) -> Iterator[str]:
-    """Yields the names of the activation functions of a layer; in `compile`, of its outputs only."""
+    """Yields the names of a layer's activation functions; in `compile`, of that of its outputs."""
     is_for_outputs = moment is Moment.COMPILE
     for name in ("activation",) if is_for_outputs else ("activation", "recurrent_activation"):
         activation = getattr(layer, name, None)

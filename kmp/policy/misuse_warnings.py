@@ -33,7 +33,7 @@ _IN_FLOAT16 = (
 
 
 def warn_after_compile(model: keras.Model) -> None:
-    """Warns of an output softmax, an output sigmoid before a cross-entropy, or a loss in float16."""
+    """Warns of an output softmax, a sigmoid before a cross-entropy, or a loss, in float16."""
     losses = keras.tree.flatten(model.loss)
     remedies = dict(_activations_in_float16(model, any(map(_is_cross_entropy, losses))))
     for loss in losses:

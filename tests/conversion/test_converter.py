@@ -29,14 +29,14 @@ def dtypes_of(model):
 
 @functools.cache
 def converted_model(make):
-    """Returns a model, a batch, the config and the outputs of the model, and the converted model."""
+    """Returns a model, a batch, its config and outputs, and the converted model."""
     model, batch = make()
     config, outputs = model.get_config(), outputs_of(model, batch)
     return model, batch, config, outputs, kmp.convert(model)
 
 
 @ALL_MODELS
-def test_converted_model_has_the_planned_dtypes_same_weights_and_nearly_same_outputs_and_converts_back(
+def test_converted_model_has_the_planned_dtypes_and_equal_weights_and_converts_back(
     make,
 ):
     model, batch, config, outputs_before, converted = converted_model(make)

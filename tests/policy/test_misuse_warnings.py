@@ -1,4 +1,7 @@
-"""Each mistake causes one warning. A warning that a test does not expect is an error, so silence is tested too."""
+"""Each mistake causes one warning.
+
+A warning that a test does not expect is an error, so silence is tested too.
+"""
 
 import contextlib
 import re
