@@ -114,7 +114,7 @@ def each(make, inputs, argument, values, **arguments):
     return [make(inputs, str(value), **{argument: value}, **arguments) for value in values]
 
 
-# A new layer of Keras needs a case here, and an entry in `kmp.layers.float32_classes` if it fails.
+# A new layer of Keras needs a case here, and an row in `kmp.layers.float32_rules` if it fails.
 # A layer of raw data needs one if its outputs can be integers, or if it creates other layers.
 HAS_NO_CALL = {layers.InputLayer, layers.InputSpec, layers.Layer, layers.Wrapper}
 IS_FOR_OTHER_BACKENDS = {layers.FlaxLayer, layers.JaxLayer, layers.TorchModuleWrapper}

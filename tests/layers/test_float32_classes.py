@@ -8,7 +8,8 @@ from conftest import another_thread
 from keras import ops
 
 import kmp
-from kmp.layers.float32_classes import only_in_float32, reason_for_float32
+from kmp.layers.float32_classes import only_in_float32
+from kmp.layers.float32_rules import reason_for_float32
 
 
 # Layers that stand for those of keras-hub with the same name and module.
