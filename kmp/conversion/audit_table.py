@@ -36,10 +36,10 @@ class Row:
         tensor_cores: Dimensions not divisible by 8, each with the padded size; empty if it stays
             float32.
         amax: With a batch: the largest magnitude of its finite outputs in float32.
-        overflow_share: With a batch: the share of its float32 outputs that exceed 65504 or are NaN
-            or Inf.
-        underflow_share: With a batch: the share of its nonzero float32 outputs that float16 flushes
-            to zero.
+        overflow_share: With a batch: the share of its float32 outputs that exceed the range of the
+            16-bit dtype, or are NaN or Inf.
+        underflow_share: With a batch: the share of its nonzero float32 outputs that the 16-bit
+            dtype flushes to zero.
         relative_error: With a batch: the L2 norm of the difference between its outputs in the
             candidate and in float32, divided by the norm of the float32 outputs; `None` if either
             has NaN or Inf.
@@ -91,7 +91,7 @@ class Audit:
 
     @property
     def needs_float32(self) -> tuple[Row, ...]:
-        """The rows of layers and operations that float16 makes inaccurate or lets overflow."""
+        """The rows of layers and operations that 16 bits make inaccurate or let overflow."""
         return tuple(row for row in self.rows if row.category == NEEDS_FLOAT32)
 
     def to_dict(self) -> dict[str, Any]:

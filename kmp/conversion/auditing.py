@@ -22,7 +22,7 @@ from kmp.conversion.op_rule import FOLLOWS_INPUTS
 from kmp.conversion.plan import Plan, make_plan
 from kmp.conversion.step_traffic import step_traffic
 from kmp.conversion.tensor_cores import unaligned_dimensions
-from kmp.utils import DTYPES_16_BIT, FLOAT32
+from kmp.utils import DTYPES_16_BIT, FLOAT32, FORMATS_16_BIT, FloatFormat
 
 
 def audit(model: keras.Model, batch: Any = None, policy: str = "mixed_float16") -> Audit:
@@ -75,7 +75,7 @@ def audit(model: keras.Model, batch: Any = None, policy: str = "mixed_float16") 
     keeps_dtypes = is_converted or bool(error)
     rows = [_row(part, plan, keeps_dtypes) for part in parts]
     if batch is not None:
-        rows = _with_statistics(rows, model, parts, batch, None if is_converted else plan)
+        rows = _with_statistics(rows, model, parts, plan, batch, is_converted)
     return Audit(
         model.name,
         tuple(rows),
@@ -88,31 +88,45 @@ def audit(model: keras.Model, batch: Any = None, policy: str = "mixed_float16") 
 
 
 def _with_statistics(
-    rows: list[Row], model: keras.Model, parts: list[Part], batch: Any, plan: Plan | None
+    rows: list[Row],
+    model: keras.Model,
+    parts: list[Part],
+    plan: Plan,
+    batch: Any,
+    is_converted: bool,
 ) -> list[Row]:
     """Returns rows with the statistics of a batch: of the model in float32 and in 16 bits.
 
-    Without a plan, the model computes in 16 bits and is its own candidate.
+    A converted model is its own candidate.
     """
     check_not_float64(model)
-    rebuilt, operations = clone_model(model, parts, plan)
+    rebuilt, operations = clone_model(model, parts, None if is_converted else plan)
     of_model = measure_activations(model, {part.path: part.operation for part in parts}, batch)
     of_rebuilt = measure_activations(rebuilt, operations, batch)
-    reference, candidate = (of_model, of_rebuilt) if plan else (of_rebuilt, of_model)
-    result = []
+    reference, candidate = (of_rebuilt, of_model) if is_converted else (of_model, of_rebuilt)
+    number_format = FORMATS_16_BIT[plan.compute_dtype]
+    result: list[Row] = []
     for row in rows:
-        has_both = row.path in reference and row.path in candidate
-        result.append(_compared(row, reference[row.path], candidate[row.path]) if has_both else row)
+        exact, rounded = reference.get(row.path), candidate.get(row.path)
+        if exact is None or rounded is None:
+            result.append(row)
+        else:
+            result.append(_compared(row, exact, rounded, number_format))
     return result
 
 
-def _compared(row: Row, reference: ActivationStatistics, candidate: ActivationStatistics) -> Row:
+def _compared(
+    row: Row,
+    reference: ActivationStatistics,
+    candidate: ActivationStatistics,
+    number_format: FloatFormat,
+) -> Row:
     are_finite = candidate.is_finite and reference.is_finite
     return replace(
         row,
         amax=reference.amax,
-        overflow_share=reference.overflow_share,
-        underflow_share=reference.underflow_share,
+        overflow_share=reference.overflow_share(number_format),
+        underflow_share=reference.underflow_share(number_format),
         relative_error=candidate.relative_error(reference) if are_finite else None,
         overflows=reference.is_finite and not candidate.is_finite,
     )

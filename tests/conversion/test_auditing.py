@@ -100,6 +100,8 @@ def test_shares_are_of_all_elements_and_the_error_is_relative_to_the_norm():
     batch = np.array([[1.0, 7e4, np.inf, 1e-8], [0.0, 65504.0, 6e-8, np.nan]], "float32")
     row = rows_of(model, batch)["same"]
     assert (row.overflow_share, row.underflow_share, row.amax) == (3 / 8, 1 / 8, np.float32(7e4))
+    row = rows_of(model, batch, policy="mixed_bfloat16")["same"]  # it has the range of float32
+    assert (row.overflow_share, row.underflow_share) == (2 / 8, 0.0)
     batch = np.array(
         [[1 + 2**-11, 1.0, 2**-12, 0.0]], "float32"
     )  # the first is halfway, and rounded to even
