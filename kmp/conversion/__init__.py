@@ -1,4 +1,4 @@
-"""Audits a model for mixed precision, plans which layers stay float32, and converts it to that plan or to float32."""
+"""Audits a model for mixed precision, plans its float32 layers, and converts it and back."""
 
 from kmp.conversion.audit_table import Audit
 from kmp.conversion.auditing import audit

@@ -8,8 +8,8 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from kmp.conversion.op_rule import NEEDS_FLOAT32
 from kmp.conversion.plan import Plan
-from kmp.conversion.precision_rules import NEEDS_FLOAT32
 from kmp.conversion.step_traffic import StepTraffic
 from kmp.utils import DTYPES_16_BIT, FLOAT32, printable
 
@@ -28,7 +28,7 @@ class Row:
         compute_dtype: Its current compute dtype; the output dtype of an operation.
         variable_dtype: The current dtype of its weights; `None` for an operation.
         output_dtype: Its current output dtype; `None` if Keras does not know it.
-        category: `"float16"`, `"follows its inputs"` or `"float32"`.
+        category: `"float32"`, `"follows its inputs"`, or the 16-bit dtype of the policy.
         reason: Why it is in this category, or why it would stay float32.
         source: The source of the rule.
         planned_dtype: Its compute dtype after `kmp.convert`; the current one if the model already
@@ -36,10 +36,10 @@ class Row:
         tensor_cores: Dimensions not divisible by 8, each with the padded size; empty if it stays
             float32.
         amax: With a batch: the largest magnitude of its finite outputs in float32.
-        overflow_share: With a batch: the share of its float32 outputs that exceed 65504 or are NaN
-            or Inf.
-        underflow_share: With a batch: the share of its nonzero float32 outputs that float16 flushes
-            to zero.
+        overflow_share: With a batch: the share of its float32 outputs that exceed the range of the
+            16-bit dtype, or are NaN or Inf.
+        underflow_share: With a batch: the share of its nonzero float32 outputs that the 16-bit
+            dtype flushes to zero.
         relative_error: With a batch: the L2 norm of the difference between its outputs in the
             candidate and in float32, divided by the norm of the float32 outputs; `None` if either
             has NaN or Inf.
@@ -91,7 +91,7 @@ class Audit:
 
     @property
     def needs_float32(self) -> tuple[Row, ...]:
-        """The rows of layers and operations that float16 makes inaccurate or lets overflow."""
+        """The rows of layers and operations that 16 bits make inaccurate or let overflow."""
         return tuple(row for row in self.rows if row.category == NEEDS_FLOAT32)
 
     def to_dict(self) -> dict[str, Any]:
@@ -104,20 +104,20 @@ class Audit:
     @property
     def summary(self) -> str:
         """How many layers and operations need float32, and the first of them with the reasons."""
-        kept = [
-            row
-            for row in self.rows
-            if row.class_name != "InputLayer" and row.planned_dtype == FLOAT32.name
-        ]
+        kept = [row for row in self._computing if row.planned_dtype == FLOAT32.name]
         kept.sort(key=lambda row: not (row.overflows or row.reason))
         lines = [self.model, self._count_or_error]
         for row in kept[:_MOST_IN_SUMMARY]:
-            lines.append(
-                f"  {row.path} ({row.class_name})" + (f": {row.reason}" if row.reason else "")
-            )
+            reason = f": {row.reason}" if row.reason else ""
+            lines.append(f"  {row.path} ({row.class_name}){reason}")
         if len(kept) > _MOST_IN_SUMMARY:
             lines.append(f"  and {len(kept) - _MOST_IN_SUMMARY} more")
-        return "\n".join(map(printable, [*lines, *self._step_lines, *self.notes[:1]]))
+        lines += [*self._step_lines, *self.notes[:1]]
+        return "\n".join(map(printable, lines))
+
+    @property
+    def _computing(self) -> list[Row]:
+        return [row for row in self.rows if row.class_name != "InputLayer"]
 
     @property
     def _step_lines(self) -> list[str]:
@@ -129,7 +129,7 @@ class Audit:
     def _count_or_error(self) -> str:
         if self.conversion_error:
             return f"kmp.convert cannot convert this model. {self.conversion_error}"
-        computing = [row for row in self.rows if row.class_name != "InputLayer"]
+        computing = self._computing
         count = sum(row.planned_dtype == FLOAT32.name for row in computing)
         # `kmp.convert` returns a model that computes in 16 bits as it is.
         is_converted = any(row.compute_dtype in DTYPES_16_BIT for row in computing)
@@ -146,6 +146,17 @@ class Audit:
 
     def __rich__(self) -> RenderableType:
         sources = list(dict.fromkeys(row.source for row in self.rows if row.reason and row.source))
+        lines = [*self._step_lines, *self.notes]
+        lines += [f"[{number}] {source}" for number, source in enumerate(sources, 1)]
+        unaligned = [row for row in self.rows if row.tensor_cores]
+        if unaligned:
+            lines.append(_PAD)
+            lines += [f"  {row.path}: {', '.join(row.tensor_cores)}" for row in unaligned]
+        first = _text(self._count_or_error, "red" if self.conversion_error else "")
+        return Group(self._table(sources), first, *map(_text, lines))
+
+    def _table(self, sources: list[str]) -> Table:
+        """Returns the rows as a table; a reason has the number of its source."""
         has_batch = any(row.amax is not None for row in self.rows)
         title = _text(f"{self.model}: now and after kmp.convert")
         table = Table(title=title, title_justify="left", box=None, pad_edge=False)
@@ -153,34 +164,21 @@ class Audit:
         table.add_column("class", overflow="fold")
         table.add_column("now", no_wrap=True)
         table.add_column("after", no_wrap=True)
-        for name in ("amax", "relative error") if has_batch else ():
-            table.add_column(name, justify="right", no_wrap=True)
+        if has_batch:
+            table.add_column("amax", justify="right", no_wrap=True)
+            table.add_column("relative error", justify="right", no_wrap=True)
         table.add_column("reason", overflow="fold", ratio=1, min_width=20)
         for row in self.rows:
             dtypes = filter(None, (row.compute_dtype, row.variable_dtype, row.output_dtype))
             cells = [row.path, row.class_name, "/".join(dict.fromkeys(dtypes)), row.planned_dtype]
             if has_batch:
-                share = f" ({row.overflow_share:.2%} overflow)" if row.overflow_share else ""
-                cells.append("" if row.amax is None else f"{row.amax:.3g}{share}")
-                error = "" if row.relative_error is None else f"{row.relative_error:.1e}"
-                cells.append("overflows" if row.overflows else error)
-            number = f" [{sources.index(row.source) + 1}]" if row.reason and row.source else ""
-            color = (
-                "red" if row.overflows else "yellow" if row.planned_dtype == FLOAT32.name else ""
-            )
-            table.add_row(*map(_text, [*cells, row.reason + number]), style=color)
-
-        lines = [
-            *self._step_lines,
-            *self.notes,
-            *(f"[{number}] {source}" for number, source in enumerate(sources, 1)),
-        ]
-        unaligned = [
-            f"  {row.path}: {', '.join(row.tensor_cores)}" for row in self.rows if row.tensor_cores
-        ]
-        lines += [_PAD, *unaligned] if unaligned else []
-        first = _text(self._count_or_error, "red" if self.conversion_error else "")
-        return Group(table, first, *map(_text, lines))
+                cells += _measured_cells(row)
+            number = ""
+            if row.reason and row.source:
+                number = f" [{sources.index(row.source) + 1}]"
+            cells.append(row.reason + number)
+            table.add_row(*map(_text, cells), style=_color(row))
+        return table
 
     def __repr__(self) -> str:
         return _recorded(self).export_text().rstrip()
@@ -189,6 +187,24 @@ class Audit:
         return _recorded(self).export_html(
             inline_styles=True, code_format="<pre style='line-height: 1.2'>{code}</pre>"
         )
+
+
+def _measured_cells(row: Row) -> tuple[str, str]:
+    """Returns the largest magnitude of a row and its relative error, as text."""
+    if row.amax is None:
+        return "", ""
+    amax = f"{row.amax:.3g}"
+    if row.overflow_share:
+        amax += f" ({row.overflow_share:.2%} overflow)"
+    if row.overflows:
+        return amax, "overflows"
+    return amax, "" if row.relative_error is None else f"{row.relative_error:.1e}"
+
+
+def _color(row: Row) -> str:
+    if row.overflows:
+        return "red"
+    return "yellow" if row.planned_dtype == FLOAT32.name else ""
 
 
 def _text(text: str, style: str = "") -> Text:

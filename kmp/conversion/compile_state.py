@@ -1,5 +1,7 @@
 """Transfers the compile arguments and the optimizer state of a model to its converted copy."""
 
+from typing import Any
+
 import keras
 
 from kmp.backend import defining_class, is_keras_class, keras_internals
@@ -8,62 +10,63 @@ from kmp.policy import rewrap, wrap
 from kmp.scaling import FixedScale
 from kmp.utils import user_messages
 
-_UNIT_SCALE = FixedScale(
-    1.0
-)  # records a float32 model's gradients; float16 gradients would underflow with it
+# It records a float32 model's gradients; float16 gradients would underflow with it.
+_UNIT_SCALE = FixedScale(1.0)
 
 
 def transfer_compile_state(original: keras.Model, converted: keras.Model, scale_loss: bool) -> None:
-    """Compiles a converted model like the original, if that is compiled, and copies the state of its optimizer.
+    """Compiles a converted model like the original, if that is compiled.
 
-    Warns if the model cannot be compiled or the state does not fit. Without `scale_loss`, a loss
-    scale is removed.
+    Copies the state of its optimizer. Warns if the model cannot be compiled or the state does not
+    fit. Without `scale_loss`, a loss scale is removed.
     """
     if not original.compiled:
         return
     with original.distribute_strategy.scope():
         try:
-            if not is_keras_class(defining_class(type(original), "compile")):
-                raise ValueError("its class overrides `compile`")
-            arguments = dict(keras_internals.compile_arguments(original))
-            for name in ("metrics", "weighted_metrics"):  # each model has its own state
-                arguments[name] = keras.tree.map_structure(
-                    lambda metric: (
-                        type(metric).from_config(metric.get_config())
-                        if isinstance(metric, keras.Metric)
-                        else metric
-                    ),
-                    arguments[name],
-                )
-            if arguments["optimizer"] is not None:
-                arguments["optimizer"] = _clone_optimizer(arguments["optimizer"], scale_loss)
-            converted.compile(**arguments, auto_scale_loss=False)
-        except (
-            TypeError,
-            ValueError,
-            NotImplementedError,
-        ) as error:  # Keras raises the last without a `get_config`
+            _compile(original, converted, scale_loss)
+        # Keras raises the last without a `get_config`.
+        except (TypeError, ValueError, NotImplementedError) as error:
             reason = user_messages.one_line(error)
             user_messages.warn(
                 f"{type(converted).__name__} {converted.name!r} is not compiled. Call its `compile`"
                 f" yourself: {reason}"
             )
             return
-        if converted.optimizer is None or not original.optimizer.built:
-            return
-        converted.optimizer.build(converted.trainable_variables)
-        sources, targets = (
-            keras_internals.optimizer_state(_unwrapped(model.optimizer))
-            for model in (original, converted)
+        if converted.optimizer is not None and original.optimizer.built:
+            _copy_optimizer_state(original, converted)
+
+
+def _compile(original: keras.Model, converted: keras.Model, scale_loss: bool) -> None:
+    if not is_keras_class(defining_class(type(original), "compile")):
+        raise ValueError("its class overrides `compile`")
+    arguments = dict(keras_internals.compile_arguments(original))
+    for name in ("metrics", "weighted_metrics"):  # each model has its own state
+        arguments[name] = keras.tree.map_structure(_clone_metric, arguments[name])
+    if arguments["optimizer"] is not None:
+        arguments["optimizer"] = _clone_optimizer(arguments["optimizer"], scale_loss)
+    converted.compile(**arguments, auto_scale_loss=False)
+
+
+def _clone_metric(metric: Any) -> Any:
+    """Returns a new metric like a given one; a name or function is returned as it is."""
+    if not isinstance(metric, keras.Metric):
+        return metric
+    return type(metric).from_config(metric.get_config())
+
+
+def _copy_optimizer_state(original: keras.Model, converted: keras.Model) -> None:
+    converted.optimizer.build(converted.trainable_variables)
+    sources = keras_internals.optimizer_state(_unwrapped(original.optimizer))
+    targets = keras_internals.optimizer_state(_unwrapped(converted.optimizer))
+    if [variable.shape for variable in sources] != [variable.shape for variable in targets]:
+        user_messages.warn(
+            f"The optimizer of {converted.name!r} starts with fresh state: the original optimizer"
+            " was built on different variables."
         )
-        if [variable.shape for variable in sources] != [variable.shape for variable in targets]:
-            user_messages.warn(
-                f"The optimizer of {converted.name!r} starts with fresh state: the original"
-                " optimizer was built on different variables."
-            )
-            return
-        for source, target in zip(sources, targets, strict=True):
-            target.assign(source)
+        return
+    for source, target in zip(sources, targets, strict=True):
+        target.assign(source)
 
 
 def _clone_optimizer(

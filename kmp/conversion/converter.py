@@ -1,4 +1,7 @@
-"""Converts a float32 model to mixed precision and back, as a new model with the same architecture and weights."""
+"""Converts a float32 model to mixed precision and back.
+
+The result is a new model with the same architecture and weights.
+"""
 
 import logging
 from typing import Any
@@ -8,11 +11,11 @@ import keras
 from kmp.backend import compute_dtypes
 from kmp.conversion.cloning import clone_model
 from kmp.conversion.compile_state import transfer_compile_state
-from kmp.conversion.measurement import measure_activations
+from kmp.conversion.measurement import Statistics, measure_activations
 from kmp.conversion.model_parts import Part, check_built, check_not_float64, is_quantized, parts_of
-from kmp.conversion.plan import Plan, complete_plan, make_plan
-from kmp.conversion.precision_rules import NEEDS_FLOAT32
-from kmp.utils import DTYPES_16_BIT, FLOAT16, validation
+from kmp.conversion.op_rule import NEEDS_FLOAT32
+from kmp.conversion.plan import Plan, extend_plan, make_plan
+from kmp.utils import DTYPES_16_BIT, FLOAT16, FORMATS_16_BIT
 
 logger = logging.getLogger("kmp")
 
@@ -22,10 +25,8 @@ def convert(
     policy: str | Plan = "mixed_float16",
     keep_float32: Any = None,
     batch: Any = None,
-    *,
-    float32_layers: bool = True,
 ) -> keras.Model:
-    """Returns a mixed-precision model with the architecture and weights of a float32 model, which is not changed.
+    """Returns a mixed-precision copy of a float32 model, with its architecture and weights.
 
     Layers and operations that need float32 (see `kmp.audit`) and the output layers stay float32.
     `keras.layers.BatchNormalization` becomes `kmp.layers.BatchNormalization`. The weights are
@@ -57,59 +58,43 @@ def convert(
 
     Args:
         model: A built `keras.Model`: functional, Sequential, or subclassed with a `get_config`.
-        policy: `"mixed_float16"`, `"mixed_bfloat16"`, `"float16"` or `"bfloat16"`; or a `kmp.Plan`.
-        keep_float32: What stays float32 in addition to kmp's rules: a path as `kmp.audit` shows it,
-            a pattern of paths with `*` and `?`, a name if no path matches, a layer, a class, a
-            function that takes a layer and returns whether it stays float32, or a list of these.
+        policy: `"mixed_float16"`, `"mixed_bfloat16"`, `"float16"` or `"bfloat16"`, with kmp's rules
+            for what stays float32; or a `kmp.Plan`, which replaces these rules.
+        keep_float32: What stays float32 in addition: a path as `kmp.audit` shows it, a pattern of
+            paths with `*` and `?`, a name if no path matches, a layer, a class, a function that
+            takes a layer and returns whether it stays float32, or a list of these.
         batch: An input of the model, such as an array. Layers whose output overflows with it in 16
             bits but not in float32 stay float32 too, until no output overflows; they are logged
             under `"kmp"`.
-        float32_layers: Whether kmp's rules for float32 layers apply, in addition to `keep_float32`.
 
     Returns:
         The new model; `model` itself if it already computes in 16 bits or is quantized, which is
         logged.
 
     Raises:
-        TypeError: If `model` is not a Keras model, or `policy`, `keep_float32` or `float32_layers`
-            has another type.
+        TypeError: If `model` is not a Keras model, or `policy` or `keep_float32` has another type.
         ValueError: If `model` is not built, computes in float64 or cannot be rebuilt from its
             config; if a pattern, class, layer or path of a plan matches no layer; if `policy` is
-            another string; if `keep_float32` or `float32_layers` is used with a plan; or if the
-            batch does not fit.
+            another string; or if the batch does not fit.
 
     Example:
-    >>> model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(8), keras.layers.Dense(2, "softmax")])
+    >>> hidden, last = keras.layers.Dense(8), keras.layers.Dense(2, "softmax")
+    >>> model = keras.Sequential([keras.Input((8,)), hidden, last])
     >>> [layer.compute_dtype for layer in convert(model).layers]
     ['float16', 'float32']
     """
     check_built(model)
-    validation.boolean("float32_layers", float32_layers)
-    plan = policy if isinstance(policy, Plan) else Plan(policy)
-    parts = parts_of(model, plan.compute_dtype)
-    if plan is not policy:
-        plan = make_plan(model, parts, plan, keep_float32, float32_layers)
-    elif keep_float32 is None and float32_layers:
-        plan = complete_plan(plan, parts)
+    if isinstance(policy, Plan):
+        parts = parts_of(model, policy.policy)
+        plan = extend_plan(policy, parts, keep_float32)
     else:
-        raise ValueError(
-            "`keep_float32` and `float32_layers` cannot be used with a `kmp.Plan`. Edit the plan's"
-            " `float32` instead."
-        )
-    if is_quantized(model):
-        logger.warning("%r is quantized and is returned unchanged.", model.name)
+        policy = Plan(policy).policy
+        parts = parts_of(model, policy)
+        plan = make_plan(model, parts, policy, keep_float32)
+    if _cannot_be_converted(model):
         return model
     check_not_float64(model)
-    dtypes = compute_dtypes(model)
-    if dtypes & set(DTYPES_16_BIT):
-        logger.warning(
-            "%r already computes in %s and is returned unchanged. To convert it, call"
-            " kmp.to_float32(model) first.",
-            model.name,
-            " and ".join(sorted(dtypes)),
-        )
-        return model
-    _log_what_cannot_be_set(parts, plan, float32_layers)
+    _log_what_cannot_be_set(parts, plan)
     if batch is None:
         converted, _ = clone_model(model, parts, plan)
     else:
@@ -119,7 +104,7 @@ def convert(
 
 
 def to_float32(model: keras.Model) -> keras.Model:
-    """Returns a float32 model with the architecture and weights of a mixed-precision model, which is not changed.
+    """Returns a float32 copy of a mixed-precision model, with its architecture and weights.
 
     The inverse of `convert`, for export: kmp's layers are replaced by Keras' own, so loading the
     model does not require kmp. A compiled model is compiled again, with the state of its optimizer
@@ -150,15 +135,29 @@ def to_float32(model: keras.Model) -> keras.Model:
     return converted
 
 
-def _log_what_cannot_be_set(parts: list[Part], plan: Plan, float32_layers: bool) -> None:
+def _cannot_be_converted(model: keras.Model) -> bool:
+    """Whether `convert` returns a model as it is, which is logged."""
+    if is_quantized(model):
+        logger.warning("%r is quantized and is returned unchanged.", model.name)
+        return True
+    dtypes = compute_dtypes(model)
+    if dtypes.isdisjoint(DTYPES_16_BIT):
+        return False
+    logger.warning(
+        "%r already computes in %s and is returned unchanged. To convert it, call"
+        " kmp.to_float32(model) first.",
+        model.name,
+        " and ".join(sorted(dtypes)),
+    )
+    return True
+
+
+def _log_what_cannot_be_set(parts: list[Part], plan: Plan) -> None:
     for part in parts:
         if part.obstacle and part.path in plan.float32:
             logger.warning("%s stays float32: %s.", part.path, part.obstacle)
-        if (
-            float32_layers
-            and part.rule.category == NEEDS_FLOAT32
-            and not (part.is_planned or part.is_layer)
-        ):
+        is_created_in_code = not (part.is_planned or part.is_layer)
+        if is_created_in_code and part.rule.category == NEEDS_FLOAT32:
             logger.warning(
                 "%s needs float32 but follows its inputs, because the code of %s creates it: %s."
                 " Use kmp.layers.Float32(function) there.",
@@ -171,40 +170,64 @@ def _log_what_cannot_be_set(parts: list[Part], plan: Plan, float32_layers: bool)
 def _convert_until_finite(
     model: keras.Model, parts: list[Part], plan: Plan, batch: Any
 ) -> keras.Model:
-    """Converts repeatedly, each time with the overflowing layers in float32, until none overflows only in 16 bits."""
+    """Converts repeatedly until no output overflows only in 16 bits.
+
+    Each time, the layers whose outputs overflowed become float32.
+    """
     reference = measure_activations(model, {part.path: part.operation for part in parts}, batch)
     if "" in reference and not reference[""].is_finite:
         logger.warning(
             "With this batch the outputs of %r have NaN or Inf in float32 too.", model.name
         )
-    # A path without its own policy is kept float32 through its closest parent that has one. The
-    # model has the path "".
-    closest: dict[str, str] = {"": ""}
-    for part in parts:
-        closest[part.path] = part.path if part.is_planned else closest[part.parent_path]
+    planned_path = _planned_paths(parts)
     while True:
         converted, operations = clone_model(model, parts, plan)
-        statistics = measure_activations(converted, operations, batch)
-        finite_before = [
-            path for path in statistics if path in reference and reference[path].is_finite
-        ]
-        overflowed = [path for path in finite_before if not statistics[path].is_finite]
-        nonfinite = [path for path in overflowed if closest[path] not in ("", *plan.float32)]
-        if not nonfinite:
-            if "" in overflowed:
-                logger.warning(
-                    "With this batch the outputs of %r have NaN or Inf in %s.",
-                    model.name,
-                    plan.policy,
-                )
-            return converted
-        # All whose float32 output exceeds float16's range; if there are none, the first that is
-        # non-finite.
-        out_of_range = [path for path in nonfinite if reference[path].amax > FLOAT16.max]
-        additions = {
-            closest[path]: f"overflowed with the batch: amax {reference[path].amax:.3g} in float32"
-            for path in out_of_range or nonfinite[:1]
-        }
+        candidate = measure_activations(converted, operations, batch)
+        overflowed = [path for path in candidate if _overflows(path, reference, candidate)]
+        additions = _additions(overflowed, reference, plan, planned_path)
+        if not additions:
+            break
         for path, reason in additions.items():
             logger.warning("%s stays float32: it %s.", path, reason)
-        plan = Plan(plan.policy, plan.float32 | additions)
+        plan = Plan(plan.policy, {**plan.float32, **additions})
+    if "" in overflowed:
+        logger.warning(
+            "With this batch the outputs of %r have NaN or Inf in %s.", model.name, plan.policy
+        )
+    return converted
+
+
+def _planned_paths(parts: list[Part]) -> dict[str, str]:
+    """Returns by path the closest path, of itself or a parent, whose policy a plan can set.
+
+    The model has the path "".
+    """
+    closest = {"": ""}
+    for part in parts:
+        closest[part.path] = part.path if part.is_planned else closest[part.parent_path]
+    return closest
+
+
+def _overflows(path: str, reference: Statistics, candidate: Statistics) -> bool:
+    """Whether the outputs at a path have NaN or Inf in 16 bits but not in float32."""
+    is_finite_in_float32 = path in reference and reference[path].is_finite
+    return is_finite_in_float32 and not candidate[path].is_finite
+
+
+def _additions(
+    overflowed: list[str], reference: Statistics, plan: Plan, planned_path: dict[str, str]
+) -> dict[str, str]:
+    """Returns what should become float32 next, with the reasons.
+
+    All whose float32 outputs exceed the range of 16 bits; if there are none, the first, as an
+    overflow inside it passes through the others.
+    """
+    settled = {"", *plan.float32}
+    candidates = [path for path in overflowed if planned_path[path] not in settled]
+    largest = FORMATS_16_BIT[plan.compute_dtype].max
+    out_of_range = [path for path in candidates if reference[path].amax > largest]
+    reasons: dict[str, str] = {}
+    for path in out_of_range or candidates[:1]:
+        amax = reference[path].amax
+        reasons[planned_path[path]] = f"overflowed with the batch: amax {amax:.3g} in float32"
+    return reasons

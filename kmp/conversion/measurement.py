@@ -1,4 +1,4 @@
-"""Activation statistics of a model's layers and operations on one batch, compared with float16's range."""
+"""Statistics of the outputs of layers and operations on one batch, and the range of 16 bits."""
 
 import contextlib
 import functools
@@ -10,7 +10,7 @@ import numpy as np
 from keras import ops
 
 from kmp.backend import instance_attribute, state_restored
-from kmp.utils import FLOAT16, user_messages
+from kmp.utils import FloatFormat, user_messages
 
 
 class ActivationStatistics:
@@ -21,41 +21,53 @@ class ActivationStatistics:
 
     Attributes:
         amax: Float, the largest magnitude of the finite elements.
-        overflow_share: Float, the share of elements that exceed 65504 or are NaN or Inf.
-        underflow_share: Float, the share of nonzero elements that float16 flushes to zero.
         is_finite: Whether no element is NaN or Inf.
     """
 
     def __init__(self, values: list[np.ndarray]) -> None:
-        magnitudes = np.abs(np.concatenate([value.ravel() for value in values]))
-        finite = np.isfinite(magnitudes)
-        flushed = (magnitudes > 0) & (magnitudes <= 2.0**FLOAT16.flush_exponent)
-        count = max(magnitudes.size, 1)
         self.values = values
-        self.amax = float(magnitudes[finite].max(initial=0.0))
-        self.overflow_share = float((~finite | (magnitudes > FLOAT16.max)).sum() / count)
-        self.underflow_share = float(flushed.sum() / count)
-        self.is_finite = bool(finite.all())
+        self._magnitudes = np.abs(np.concatenate([value.ravel() for value in values]))
+        self._finite = np.isfinite(self._magnitudes)
+        self.amax = float(self._magnitudes[self._finite].max(initial=0.0))
+        self.is_finite = bool(self._finite.all())
+
+    def overflow_share(self, number_format: FloatFormat) -> float:
+        """Returns the share of elements that exceed the range of a format, or are NaN or Inf."""
+        overflowing = ~self._finite | (self._magnitudes > number_format.max)
+        return float(overflowing.sum() / max(self._magnitudes.size, 1))
+
+    def underflow_share(self, number_format: FloatFormat) -> float:
+        """Returns the share of nonzero elements that a format flushes to zero."""
+        largest_flushed = 2.0**number_format.flush_exponent
+        flushed = (self._magnitudes > 0) & (self._magnitudes <= largest_flushed)
+        return float(flushed.sum() / max(self._magnitudes.size, 1))
 
     def relative_error(self, reference: "ActivationStatistics") -> float:
-        """Returns the L2 norm of the difference divided by that of the reference; NaN if the shapes differ."""
-        if [value.shape for value in self.values] != [value.shape for value in reference.values]:
+        """Returns the L2 norm of the difference divided by that of the reference.
+
+        NaN if the shapes differ.
+        """
+        shapes = [value.shape for value in self.values]
+        if shapes != [value.shape for value in reference.values]:
             return float("nan")
         pairs = zip(self.values, reference.values, strict=True)
-        squared_error = sum(float(np.sum(np.square(a - b, dtype=np.float64))) for a, b in pairs)
-        squared_norm = sum(
-            float(np.sum(np.square(value, dtype=np.float64))) for value in reference.values
-        )
-        return (
-            float(np.sqrt(squared_error / squared_norm))
-            if squared_norm
-            else float(squared_error > 0)
-        )
+        squared_error = sum(_squared_norm(value - exact) for value, exact in pairs)
+        squared_norm = sum(map(_squared_norm, reference.values))
+        if not squared_norm:
+            return float(squared_error > 0)
+        return float(np.sqrt(squared_error / squared_norm))
+
+
+Statistics = dict[str, ActivationStatistics]  # by the path of a layer or operation
+
+
+def _squared_norm(values: np.ndarray) -> float:
+    return float(np.sum(np.square(values, dtype=np.float64)))
 
 
 def measure_activations(
     model: keras.Model, operations: Mapping[str, keras.Operation], batch: Any
-) -> dict[str, ActivationStatistics]:
+) -> Statistics:
     """Runs a model eagerly on a batch, in inference mode, and restores its state.
 
     Returns:

@@ -1,4 +1,4 @@
-"""Lists the layers of a model and the operations of its graphs, each with its path and its precision rule."""
+"""Lists the layers and operations of a model, each with its path and its precision rule."""
 
 import inspect
 import threading
@@ -18,8 +18,9 @@ from kmp.backend import (
     keras_internals,
     sublayers,
 )
-from kmp.conversion.precision_rules import FOLLOWS_INPUTS, OpRule, rule_for
-from kmp.utils import FLOAT16, unique_names
+from kmp.conversion.op_rule import FOLLOWS_INPUTS, OpRule
+from kmp.conversion.precision_rules import rule_for
+from kmp.utils import unique_names
 
 WRAPPERS = (
     keras.layers.Wrapper,
@@ -66,8 +67,8 @@ class Part:
         return self.path.rpartition("/")[0]
 
 
-def parts_of(model: keras.Model, dtype: str = FLOAT16.name) -> list[Part]:
-    """Returns all layers and operations of a model, with their rules for a dtype.
+def parts_of(model: keras.Model, policy: str = "mixed_float16") -> list[Part]:
+    """Returns all layers and operations of a model, with their rules for a 16-bit policy.
 
     They are in graph order, parents before children. Shared ones are listed once.
     """
@@ -93,7 +94,7 @@ def parts_of(model: keras.Model, dtype: str = FLOAT16.name) -> list[Part]:
             if is_created_by_keras:
                 rule = OpRule(FOLLOWS_INPUTS, f"uses the dtype of {parent.name}, which creates it")
             else:
-                rule = rule_for(operation, dtype)
+                rule = rule_for(operation, policy)
             config, obstacle = _config_of_custom(operation), ""
             # The policy of a model can be set, and that of a sublayer that a custom layer creates
             # in code: without a `dtype`, it uses the global policy.
@@ -126,7 +127,7 @@ def _config_of_custom(operation: keras.Operation) -> Config | None:
 
 
 def config_of(layer: keras.Layer) -> Config:
-    """Returns the config of a layer, without Keras' warning about lambdas, which are not taken from it."""
+    """Returns the config of a layer without Keras' warning: lambdas are not taken from it."""
     held = (value for sublayer in sublayers(layer) for value in vars(sublayer).values())
     if not any(getattr(value, "__name__", "") == "<lambda>" for value in held):
         return layer.get_config()
@@ -139,13 +140,16 @@ def config_of(layer: keras.Layer) -> Config:
 
 
 def children_of(parent: keras.Layer) -> list[keras.Operation]:
-    """Returns the operations of a functional model in graph order, and the direct sublayers of any layer."""
+    """Returns the direct sublayers of a layer, and the operations of a graph, in graph order."""
     operations = parent.operations if is_graph(parent) else []
     return list({id(child): child for child in (*operations, *direct_sublayers(parent))}.values())
 
 
 def output_operations(model: keras.Model) -> Iterator[keras.Operation]:
-    """Yields the operations that produce a model's outputs; none for a subclassed model, which Keras does not trace."""
+    """Yields the operations that produce a model's outputs.
+
+    None for a subclassed model, which Keras does not trace.
+    """
     for tensor in keras_internals.graph_tensors(model, "outputs"):
         operation = keras_internals.producer_of(tensor)
         nested = list(output_operations(operation)) if isinstance(operation, keras.Model) else []
@@ -153,7 +157,7 @@ def output_operations(model: keras.Model) -> Iterator[keras.Operation]:
 
 
 def check_built(model: Any) -> None:
-    """Raises an error if `model` is not a Keras model, or it or a model inside a graph of it is not built."""
+    """Raises an error if `model`, or a model inside its graph, is not a built Keras model."""
     if not isinstance(model, keras.Model):
         raise TypeError(
             "`model` must be a keras.Model, such as keras.models.load_model(file) returns."
@@ -193,6 +197,12 @@ def is_quantized(model: keras.Model) -> bool:
 def is_graph(layer: keras.Operation) -> bool:
     """Whether a layer is a functional model, whose operations and their connections are known."""
     return isinstance(layer, keras.Model) and hasattr(layer, "operations")
+
+
+def has_float_dtype(operation: keras.Operation) -> bool:
+    """Whether it is a layer that computes in floats, unlike a look-up of strings or integers."""
+    is_layer = isinstance(operation, keras.Layer)
+    return is_layer and keras.backend.is_float_dtype(operation.compute_dtype)
 
 
 def refused_arguments(layer: keras.Layer) -> set[str]:

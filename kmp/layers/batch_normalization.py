@@ -11,7 +11,7 @@ from kmp.utils import DTYPES_16_BIT, validation
 
 @keras.saving.register_keras_serializable("kmp")
 class BatchNormalization(keras.layers.BatchNormalization):
-    """Batch normalization with float32 statistics that are not updated by a batch with non-finite values.
+    """Batch normalization with float32 statistics that a non-finite batch does not update.
 
     Under every policy, the batch's mean and variance are computed in float32 and the moving
     statistics are stored in float32; the output has the policy's compute dtype. If a batch would

@@ -1,4 +1,7 @@
-"""Layers, functions and operations that compute in float32 under every policy, also after saving and loading."""
+"""Layers, functions and operations that compute in float32 under every policy.
+
+Also after saving and loading.
+"""
 
 import contextlib
 import functools
@@ -65,7 +68,10 @@ class Float32(keras.Layer):
                 self._passes_training = "training" in inspect.signature(layer).parameters
 
     def build(self, input_shape: Any) -> None:
-        """Builds the wrapped layer; a layer that needs several input shapes is built by its first call."""
+        """Builds the wrapped layer.
+
+        A layer that needs several input shapes is built by its first call.
+        """
         if not isinstance(self.layer, keras.Layer) or self.layer.built:
             return
         build = type(self.layer).build
@@ -174,7 +180,10 @@ class Softmax(keras.layers.Softmax):
 
 
 def _with_float32_dtype(kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Returns a layer's keyword arguments with `dtype="float32"`; a `ValueError` if they have another dtype."""
+    """Returns a layer's keyword arguments with `dtype="float32"`.
+
+    Raises a `ValueError` if they have another dtype.
+    """
     dtype = kwargs.get("dtype") or "float32"
     policy = keras.dtype_policies.get(dtype)
     if (policy.compute_dtype, policy.variable_dtype) != ("float32", "float32"):

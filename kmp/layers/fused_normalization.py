@@ -26,14 +26,17 @@ _UNIT_EPSILON = 2.0**-10
 
 
 class _Channels(NamedTuple):
-    """A tensor as the kernel takes it: of rank 4, with the axis of the channels last (NHWC) or second (NCHW)."""
+    """A tensor as the kernel takes it.
+
+    It has rank 4, and the axis of the channels is last (NHWC) or second (NCHW).
+    """
 
     values: tf.Tensor
     data_format: str
 
 
 class _Normalized(NamedTuple):
-    """Outputs of the kernel: the normalized values, and float32 statistics of shape `(channels,)`."""
+    """Outputs of the kernel: normalized values, and float32 statistics of shape `(channels,)`."""
 
     values: tf.Tensor
     mean: tf.Tensor
@@ -41,9 +44,9 @@ class _Normalized(NamedTuple):
 
 
 def fuse_normalization(layer: keras.Layer) -> None:
-    """Makes a normalization layer of Keras use the fused kernel; does nothing for other layers and subclasses.
+    """Makes a normalization layer of Keras use the fused kernel.
 
-    Sets `call` of this layer only.
+    Does nothing for other layers and subclasses. Sets `call` of this layer only.
     """
     call = _FUSED_CALLS.get(type(layer))
     if call:
@@ -62,7 +65,10 @@ def batch_normalization(
     training: bool | None = None,
     mask: Any = None,
 ) -> Any:
-    """Computes what `keras.layers.BatchNormalization.call` does, and updates the same moving statistics."""
+    """Computes what `keras.layers.BatchNormalization.call` does.
+
+    Updates the same moving statistics.
+    """
     channels = _channels(inputs, layer.axis) if _is_supported(layer, inputs) else None
     if channels is None or mask is not None or layer.renorm or layer.synchronized:
         return keras.layers.BatchNormalization.call(layer, inputs, training=training, mask=mask)
@@ -106,7 +112,10 @@ def layer_normalization(layer: keras.layers.LayerNormalization, inputs: Any) -> 
 
 
 def group_normalization(layer: keras.layers.GroupNormalization, inputs: Any) -> Any:
-    """Computes what `keras.layers.GroupNormalization.call` does, for channels in the last axis or in axis 1."""
+    """Computes what `keras.layers.GroupNormalization.call` does.
+
+    For channels in the last axis or in axis 1.
+    """
     channels = _channels(inputs, layer.axis) if _is_supported(layer, inputs) else None
     sizes = inputs.shape[1:]
     if channels is None or None in sizes:
@@ -154,7 +163,7 @@ _FUSED_CALLS: dict[type, Callable[..., Any]] = {
 
 
 def _is_supported(layer: keras.Layer, inputs: Any) -> bool:
-    """Whether the kernel takes tensors of this dtype, and is faster than what XLA makes of Keras' operations."""
+    """Whether the kernel takes this dtype, and is faster than XLA's code of Keras' operations."""
     is_dense = (
         isinstance(inputs, tf.Tensor) and inputs.shape.rank is not None and inputs.shape.rank >= 2
     )
@@ -163,7 +172,10 @@ def _is_supported(layer: keras.Layer, inputs: Any) -> bool:
 
 
 def _channels(inputs: tf.Tensor, axis: int) -> _Channels | None:
-    """Returns the inputs of rank 2 or more with the channels in this axis: 1 or -1, of known size; else `None`."""
+    """Returns the inputs with the channels in this axis; else `None`.
+
+    The inputs need rank 2 or more, and axis 1 or -1 a known size.
+    """
     rank, size = inputs.shape.rank, inputs.shape[axis]
     if size is None:
         return None
@@ -180,7 +192,10 @@ def _channels(inputs: tf.Tensor, axis: int) -> _Channels | None:
 
 
 def _trailing_size(inputs: Any, axis: int | list[int]) -> int | None:
-    """Returns the number of elements in these axes if they are the last ones and of known size, else `None`."""
+    """Returns the number of elements in these axes.
+
+    `None` unless they are the last ones and of known size.
+    """
     rank = len(inputs.shape)
     axes = sorted(each % rank for each in ([axis] if isinstance(axis, int) else axis))
     sizes = inputs.shape[axes[0] :]
@@ -240,7 +255,9 @@ def _filled(value: float, size: Any) -> tf.Tensor:
 
 
 def _scale_and_shift(channels: _Channels, scale: Any, offset: Any) -> tf.Tensor:
-    """Returns the values times `scale` plus `offset`, both of shape `(channels,)` or `None`: one kernel, in float32.
+    """Returns the values times `scale` plus `offset`: one kernel, in float32.
+
+    Both have shape `(channels,)` or are `None`.
 
     The gradients of both are sums over 16-bit values, in float32 too.
     """
@@ -254,7 +271,10 @@ def _scale_and_shift(channels: _Channels, scale: Any, offset: Any) -> tf.Tensor:
 
 
 def _bessel_correction(inputs: tf.Tensor, channels: int) -> Any:
-    """Returns n / (n - 1) for the number n of values of each channel; 1 for a single value, as the kernel has it."""
+    """Returns n / (n - 1) for the number n of values of each channel.
+
+    It is 1 for a single value, as the kernel has it.
+    """
     elements = inputs.shape.num_elements()
     if elements is not None:
         count = elements // channels
@@ -264,7 +284,10 @@ def _bessel_correction(inputs: tf.Tensor, channels: int) -> Any:
 
 
 def _unless_empty(inputs: tf.Tensor, new: tf.Tensor, old: tf.Tensor) -> tf.Tensor:
-    """Returns `new`, which is NaN without inputs, or `old` then: the gradients do not tell that a batch is empty."""
+    """Returns `new`, or `old` where `new` is NaN, as it is without inputs.
+
+    The gradients do not show that a batch is empty.
+    """
     if inputs.shape.num_elements():
         return new
     return tf.where(tf.size(inputs) > 0, new, old)

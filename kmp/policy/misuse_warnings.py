@@ -1,11 +1,11 @@
 """Warnings about mistakes that Keras does not report; each message says how to fix the mistake."""
 
 from collections.abc import Iterator
+from typing import Any
 
 import keras
-import tensorflow as tf
 
-from kmp import guarding
+from kmp import guarding, layers
 from kmp.backend import compute_dtypes, keras_internals, output_layers
 from kmp.optimizer import LossScaleOptimizer
 from kmp.utils import FLOAT16, FLOAT32, user_messages
@@ -28,65 +28,53 @@ _IN_FLOAT16 = (
     " gradient is zero. Write {remedies} instead. kmp.layers.Softmax() computes in float32 under"
     " every policy."
 )
-_SOFTMAX = (
-    keras.activations.softmax,
-    keras.activations.log_softmax,
-    keras.ops.softmax,
-    tf.nn.softmax,
-)
-_SIGMOID = (keras.activations.sigmoid, keras.ops.sigmoid, tf.sigmoid)
 
 
 def warn_after_compile(model: keras.Model) -> None:
-    """Warns if an output softmax, an output sigmoid before a cross-entropy, or a loss of the model is in float16."""
+    """Warns of an output softmax, a sigmoid before a cross-entropy, or a loss, in float16."""
     losses = keras.tree.flatten(model.loss)
-    loss_names = (
-        str(getattr(loss, "__name__", None) or getattr(loss, "name", loss)).lower()
-        for loss in losses
-    )
-    is_cross_entropy = any("crossentropy" in name or name == "bce" for name in loss_names)
-    remedies = dict(_activations_in_float16(model, is_cross_entropy))
+    remedies = dict(_activations_in_float16(model, any(map(_is_cross_entropy, losses))))
     for loss in losses:
         if isinstance(loss, keras.losses.Loss) and loss.dtype == FLOAT16.name:
             remedies[f"the loss {loss.name!r}"] = f"{type(loss).__name__}(..., dtype='float32')"
     if remedies:
-        warn_once(
-            model,
-            _IN_FLOAT16.format(names=", ".join(remedies), remedies=", ".join(remedies.values())),
-        )
+        names, texts = ", ".join(remedies), ", ".join(remedies.values())
+        warn_once(model, _IN_FLOAT16.format(names=names, remedies=texts))
+
+
+def _is_cross_entropy(loss: Any) -> bool:
+    name = getattr(loss, "__name__", None) or getattr(loss, "name", loss)
+    name = str(name).lower()
+    return "crossentropy" in name or name == "bce"
 
 
 def _activations_in_float16(
     layer: keras.Layer, is_cross_entropy: bool
 ) -> Iterator[tuple[str, str]]:
-    """Yields the softmaxes and sigmoids that produce outputs of a model or layer, each with its replacement.
+    """Yields the softmaxes and sigmoids that produce outputs, each with its replacement.
 
     Others may saturate, as in attention and in an LSTM. Without a graph, the last sublayer counts
-    as the output.
+    as the output: its sigmoid may be that of a gate.
     """
+    has_graph = bool(keras_internals.graph_tensors(layer, "outputs"))
+    policy = keras.DTypePolicy("mixed_float16")
     for child in output_layers(layer):
-        activation = getattr(child, "activation", None)
-        is_softmax_layer = isinstance(child, keras.layers.Softmax)
-        is_softmax = is_softmax_layer or activation in _SOFTMAX
-        # The last sublayer may be a gate.
-        is_sigmoid = activation in _SIGMOID and bool(
-            keras_internals.graph_tensors(layer, "outputs")
-        )
-        if not (is_softmax or is_sigmoid):
+        rule = layers.float32_rule(child, policy, layers.Moment.COMPILE)
+        if rule is None or (rule is layers.SIGMOID and not has_graph):
             yield from _activations_in_float16(child, is_cross_entropy)
-        elif child.compute_dtype == FLOAT16.name and (is_softmax or is_cross_entropy):
-            replaces = is_softmax and (
-                is_softmax_layer or isinstance(child, keras.layers.Activation)
-            )
-            remedy = (
-                "kmp.layers.Softmax()"
-                if replaces
-                else f"{type(child).__name__}(..., dtype='float32')"
-            )
-            yield (
-                f"the {'softmax' if is_softmax else 'sigmoid'} of output layer {child.name!r}",
-                remedy,
-            )
+            continue
+        is_harmful = rule is layers.SOFTMAX or is_cross_entropy
+        if is_harmful and child.compute_dtype == FLOAT16.name:
+            function = "softmax" if rule is layers.SOFTMAX else "sigmoid"
+            yield f"the {function} of output layer {child.name!r}", _remedy(child, rule)
+
+
+def _remedy(layer: keras.Layer, rule: layers.Float32Rule) -> str:
+    """Returns what to write in place of an output layer."""
+    is_only_activation = isinstance(layer, keras.layers.Softmax | keras.layers.Activation)
+    if rule is layers.SOFTMAX and is_only_activation:
+        return "kmp.layers.Softmax()"
+    return f"{type(layer).__name__}(..., dtype='float32')"
 
 
 _NOT_FLOAT16 = (
@@ -112,18 +100,22 @@ def warn_before_training(model: keras.Model) -> None:
     step = guarding.guarded_step_of(model)
     if dtypes == {FLOAT32.name} and not (step and step.has_fallback):
         warn_once(model, _NOT_FLOAT16)
-    unscaled = [
-        optimizer for optimizer in optimizers if not isinstance(optimizer, LossScaleOptimizer)
-    ]
-    if unscaled and len(unscaled) < len(
-        optimizers
-    ):  # beside one that scales, which a step of Keras uses alone
-        has_own_step = not guarding.has_keras_step(model)
-        unscaled = [
-            optimizer for optimizer in unscaled if has_own_step and optimizer is not model.optimizer
-        ]
+    unscaled = _unscaled(model, optimizers)
     if FLOAT16.name in dtypes and unscaled:
-        classes = [
-            f"{type(each).__module__.partition('.')[0]}.{type(each).__name__}" for each in unscaled
-        ]
-        warn_once(model, _UNSCALED.format(optimizers=", ".join(classes)))
+        modules = [type(each).__module__.partition(".")[0] for each in unscaled]
+        classes = [type(each).__name__ for each in unscaled]
+        names = map(".".join, zip(modules, classes, strict=True))
+        warn_once(model, _UNSCALED.format(optimizers=", ".join(names)))
+
+
+def _unscaled(
+    model: keras.Model, optimizers: list[keras.optimizers.Optimizer]
+) -> list[keras.optimizers.Optimizer]:
+    """Returns the optimizers of a model that train without kmp's loss scale."""
+    unscaled = [each for each in optimizers if not isinstance(each, LossScaleOptimizer)]
+    if len(unscaled) == len(optimizers):
+        return unscaled
+    # Beside one that scales. A step of Keras uses that of the model alone.
+    if guarding.has_keras_step(model):
+        return []
+    return [each for each in unscaled if each is not model.optimizer]

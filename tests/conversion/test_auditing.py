@@ -68,6 +68,16 @@ def test_row_has_dtypes_category_reason_and_source():
     )
 
 
+def test_category_and_reason_are_those_of_the_policy_that_is_asked_for():
+    hidden = layers.Dense(8, name="hidden"), layers.Dense(8, "softmax", name="gate")
+    model = keras.Sequential([keras.Input((8,)), *hidden, layers.Dense(2)])
+    for policy in ("mixed_bfloat16", "bfloat16"):
+        rows = rows_of(model, policy=policy)
+        assert (rows["hidden"].category, rows["hidden"].planned_dtype) == ("bfloat16", "bfloat16")
+        assert rows["gate"].category == "float32"
+        assert "bfloat16 has 8 significant bits" in rows["gate"].reason
+
+
 def test_batch_adds_overflow_underflow_and_relative_error():
     constant, kernels = keras.initializers.Constant, {"tiny": 1e-9, "huge": 1e12, "after": 1.0}
     hidden = [
@@ -90,6 +100,8 @@ def test_shares_are_of_all_elements_and_the_error_is_relative_to_the_norm():
     batch = np.array([[1.0, 7e4, np.inf, 1e-8], [0.0, 65504.0, 6e-8, np.nan]], "float32")
     row = rows_of(model, batch)["same"]
     assert (row.overflow_share, row.underflow_share, row.amax) == (3 / 8, 1 / 8, np.float32(7e4))
+    row = rows_of(model, batch, policy="mixed_bfloat16")["same"]  # it has the range of float32
+    assert (row.overflow_share, row.underflow_share) == (2 / 8, 0.0)
     batch = np.array(
         [[1 + 2**-11, 1.0, 2**-12, 0.0]], "float32"
     )  # the first is halfway, and rounded to even

@@ -1,4 +1,4 @@
-"""`audit`, `audit` with a batch and `convert` agree for layers whose config and `__init__` do not match."""
+"""`audit` and `convert` agree for layers whose config and `__init__` do not match."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""Layers that look up more rows than 16 bits have integers, and get their indices as floats, stay float32."""
+"""Layers that look up more rows than 16 bits have integers, by floats, stay float32."""
 
 import keras
 import numpy as np

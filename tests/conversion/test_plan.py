@@ -34,7 +34,7 @@ def test_layer_between_float32_layers_is_float32_unless_an_input_is_float16():
 
 
 class Tied(layers.Layer):
-    """Has a layer that is also the output layer of a model, as embeddings of language models have."""
+    """Has a layer that is also the output layer of a model, as in language models."""
 
     def __init__(self, **kwargs):
         super().__init__(**kwargs)

@@ -7,13 +7,14 @@ from keras import layers, ops
 
 import kmp
 from kmp.conversion.model_parts import parts_of
-from kmp.conversion.precision_rules import FOLLOWS_INPUTS, NEEDS_FLOAT32, RUNS_IN_FLOAT16, rule_for
+from kmp.conversion.op_rule import FOLLOWS_INPUTS, NEEDS_FLOAT32, RUNS_IN_16_BITS
+from kmp.conversion.precision_rules import rule_for
 
 
-def rule_for_operation(function, dtype="float16"):
+def rule_for_operation(function, policy="mixed_float16"):
     inputs = keras.Input((4,))
     model = keras.Model(inputs, function(inputs))
-    return rule_for(parts_of(model)[-1].operation, dtype)
+    return rule_for(parts_of(model)[-1].operation, policy)
 
 
 def each(category, *cases):
@@ -76,21 +77,21 @@ class AddsLossWithSublayer(AddsLoss):
         *each(NEEDS_FLOAT32, layers.GlobalAveragePooling1D()),
         *each(NEEDS_FLOAT32, kmp.layers.Softmax(), kmp.layers.Float32(layers.Dense(2))),
         *each(
-            RUNS_IN_FLOAT16,
+            RUNS_IN_16_BITS,
             layers.Dense(2),
             layers.Dense(2, "relu"),
             layers.Conv2D(2, 3),
             layers.LSTM(2),
         ),
         *each(
-            RUNS_IN_FLOAT16,
+            RUNS_IN_16_BITS,
             layers.SeparableConv2D(2, 3),
             layers.DepthwiseConv2D(3),
             layers.Conv2DTranspose(2, 3),
         ),
-        *each(RUNS_IN_FLOAT16, CustomDense(2), layers.MultiHeadAttention(2, 2), layers.Dot(axes=1)),
-        *each(RUNS_IN_FLOAT16, layers.BatchNormalization(), kmp.layers.BatchNormalization()),
-        *each(RUNS_IN_FLOAT16, layers.LayerNormalization(), layers.GroupNormalization()),
+        *each(RUNS_IN_16_BITS, CustomDense(2), layers.MultiHeadAttention(2, 2), layers.Dot(axes=1)),
+        *each(RUNS_IN_16_BITS, layers.BatchNormalization(), kmp.layers.BatchNormalization()),
+        *each(RUNS_IN_16_BITS, layers.LayerNormalization(), layers.GroupNormalization()),
         *each(
             FOLLOWS_INPUTS, AddsLossWithSublayer(), layers.ReLU(), layers.Add(), layers.Dropout(0.1)
         ),
@@ -156,7 +157,7 @@ def test_layers_have_the_category_of_their_source(layer, category):
         *each(NEEDS_FLOAT32, lambda x: ops.associative_scan(lambda a, b: a + b, x)),
         *each(NEEDS_FLOAT32, lambda x: ops.fori_loop(0, 3, lambda i, value: value * value, x)),
         *each(NEEDS_FLOAT32, lambda x: ops.switch(0, [lambda value: value * value], x)),
-        *each(RUNS_IN_FLOAT16, lambda x: ops.matmul(x, ops.transpose(x))),
+        *each(RUNS_IN_16_BITS, lambda x: ops.matmul(x, ops.transpose(x))),
         *each(FOLLOWS_INPUTS, ops.softplus, ops.round, ops.relu, lambda x: ops.mean(x, axis=-1)),
         *each(FOLLOWS_INPUTS, lambda x: ops.segment_max(x, np.zeros(2, "int32"), num_segments=1)),
         *each(
@@ -178,13 +179,13 @@ def test_reason_contains_a_constant_outside_float16s_range():
         rule_for_operation(lambda x: x * 1e5).reason
         == "the constant 100000 exceeds 65504 and overflows in float16"
     )
-    assert rule_for_operation(lambda x: x * 1e5, "bfloat16").category == FOLLOWS_INPUTS
+    assert rule_for_operation(lambda x: x * 1e5, "mixed_bfloat16").category == FOLLOWS_INPUTS
     regularized = layers.Dense(2, activity_regularizer="l2")
-    assert rule_for(regularized, "bfloat16").category == NEEDS_FLOAT32
-    assert rule_for_operation(ops.exp, "bfloat16").reason.startswith(
+    assert rule_for(regularized, "mixed_bfloat16").category == NEEDS_FLOAT32
+    assert rule_for_operation(ops.exp, "mixed_bfloat16").reason.startswith(
         "bfloat16 has 8 significant bits"
     )
-    assert rule_for_operation(lambda x: x + 1e-41, "bfloat16").reason.endswith(
+    assert rule_for_operation(lambda x: x + 1e-41, "mixed_bfloat16").reason.endswith(
         "below 9e-41 and is zero in bfloat16"
     )
     assert (
@@ -200,7 +201,7 @@ def test_epsilon_of_a_custom_layer_is_checked():
         def call(self, x):
             return x / self.epsilon
 
-    rule = rule_for(CustomLayer(), "bfloat16")
+    rule = rule_for(CustomLayer(), "mixed_bfloat16")
     assert (rule.category, rule.reason) == (
         FOLLOWS_INPUTS,
         "a custom layer: kmp does not examine its `call`",

@@ -1,4 +1,4 @@
-"""Compares layers of `keras.layers` under `kmp.enable` with the same layers in float32, in a graph and with XLA.
+"""Compares Keras' layers under `kmp.enable` with those in float32, in a graph and with XLA.
 
 Layers of raw data, such as image augmentation, are float32 by one rule: the comparison has some of
 them, without XLA.
@@ -83,7 +83,7 @@ class Case:
         self.layer_class = layers.Layer
 
     def layer(self, saved_model):
-        """Creates the layer under the current policy, with weights that depend on the class only."""
+        """Creates the layer under the current policy; its weights depend on the class only."""
         keras.utils.set_random_seed(0)
 
         def create(value):
@@ -114,7 +114,7 @@ def each(make, inputs, argument, values, **arguments):
     return [make(inputs, str(value), **{argument: value}, **arguments) for value in values]
 
 
-# A new layer of Keras needs a case here, and an entry in `kmp.layers.float32_classes` if it fails.
+# A new layer of Keras needs a case here, and an row in `kmp.layers.float32_rules` if it fails.
 # A layer of raw data needs one if its outputs can be integers, or if it creates other layers.
 HAS_NO_CALL = {layers.InputLayer, layers.InputSpec, layers.Layer, layers.Wrapper}
 IS_FOR_OTHER_BACKENDS = {layers.FlaxLayer, layers.JaxLayer, layers.TorchModuleWrapper}
@@ -314,7 +314,9 @@ def is_float(tensor):
 
 
 def results_of(tested, saved_model, compiled=None):
-    """Returns the outputs, losses and weights of a call, and all gradients of a weighted sum of the outputs.
+    """Returns what a call returns and changes: the outputs, losses, weights and gradients.
+
+    The gradients are those of a weighted sum of the outputs.
 
     `compiled` is a decorator; without one, the call is eager.
     """

@@ -8,7 +8,8 @@ from conftest import another_thread
 from keras import ops
 
 import kmp
-from kmp.layers.float32_classes import only_in_float32, reason_for_float32
+from kmp.layers.float32_classes import only_in_float32
+from kmp.layers.float32_rules import reason_for_float32
 
 
 # Layers that stand for those of keras-hub with the same name and module.
@@ -120,6 +121,7 @@ class Task(keras.Model):
         (keras.layers.STFTSpectrogram, ("float16", "bfloat16")),
         (keras.layers.UpSampling2D, ()),
         (lambda: keras.layers.UpSampling2D(interpolation="bilinear"), ("float16", "bfloat16")),
+        (lambda: keras.layers.Dense(1, activity_regularizer="l2"), ("float16", "bfloat16")),
         (Enlarged, ("float16", "bfloat16")),
         (EdgeDetector, ("float16", "bfloat16")),
     ],
@@ -129,6 +131,19 @@ def test_keras_layer_is_float32_where_its_arguments_need_it(make, needing, dtype
         layer = make()
     assert (layer.compute_dtype == "float32") == (dtype in needing)
     assert bool(reason_for_float32(layer, dtype)) == (dtype in needing)
+
+
+@pytest.mark.parametrize(
+    ("policy", "dtype"),
+    [("float16", "float32"), ("mixed_float16", "float16"), ("mixed_bfloat16", "bfloat16")],
+)
+def test_statistics_of_batch_normalization_are_float32_under_every_policy(policy, dtype):
+    with kmp.enable(policy):
+        norm = keras.layers.BatchNormalization(momentum=0.9999)
+        norm(np.ones((4, 2)), training=True)
+    assert norm.compute_dtype == dtype
+    assert norm.moving_mean.dtype == "float32"
+    np.testing.assert_allclose(norm.moving_mean, [1e-4] * 2, rtol=1e-3)
 
 
 def test_integer_dtype_of_a_listed_layer_and_a_dtype_that_is_set_after_creation_are_kept(enabled):

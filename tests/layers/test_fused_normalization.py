@@ -42,7 +42,7 @@ OTHER_CASES = [
 
 
 def pair(cls, arguments, shape, policy):
-    """Returns a layer of Keras and one with the fused kernel, with equal weights that are not their initial values."""
+    """Returns a layer of Keras and one with the fused kernel, with equal new weights."""
     random = np.random.default_rng(1)
     plain, fused = cls(dtype=policy, **arguments), cls(dtype=policy, **arguments)
     fuse_normalization(fused)
@@ -64,7 +64,7 @@ def data(shape, policy):
 
 
 def outputs_of(layer, x, upstream, in_graph, **options):
-    """Returns the outputs, the gradients of the inputs and weights, and the layer's states afterwards."""
+    """Returns the outputs, the gradients of the inputs and weights, and the states afterwards."""
 
     def run(x):
         with tf.GradientTape() as tape:

@@ -1,4 +1,7 @@
-"""Each mistake causes one warning. A warning that a test does not expect is an error, so silence is tested too."""
+"""Each mistake causes one warning.
+
+A warning that a test does not expect is an error, so silence is tested too.
+"""
 
 import contextlib
 import re
@@ -192,6 +195,10 @@ SOFTMAXES = {
         lambda: [keras.layers.Dense(2, activation="softmax")],
         "Dense(..., dtype='float32')",
     ),
+    "layer as activation": (
+        lambda: [keras.layers.Dense(2, activation=keras.layers.Softmax())],
+        "Dense(..., dtype='float32')",
+    ),
     "log_softmax": (
         lambda: [keras.layers.Dense(2, activation="log_softmax")],
         "Dense(..., dtype='float32')",
@@ -216,6 +223,8 @@ def test_softmax_in_float16_warns_at_compile(enabled, name):
 
 def test_softmax_and_sigmoid_in_float32_or_inside_the_model_do_not_warn(enabled):
     inputs = keras.Input((3, 4))
+    head = keras.layers.Dense(2, activation=kmp.layers.Softmax())(inputs)
+    keras.Model(inputs, head).compile("sgd", "sparse_categorical_crossentropy")
     x = keras.layers.MultiHeadAttention(2, 4)(inputs, inputs)
     x = x * keras.layers.Dense(4, "sigmoid")(inputs)
     for activation, loss in (
