@@ -21,8 +21,9 @@ _LAYER_LENGTH, _VARIABLE_LENGTH, _TITLE_LENGTH = 20, 38, 30  # of names, in char
 def layer_errors(run: Run, ax: Axes | None = None) -> Axes:
     """Draws how far the outputs of each layer are from those in float32.
 
-    It is the last comparison of the run. An error passes through the layers after the one where it begins. The new error is the part that
-    a layer adds: that of its outputs if its inputs are those of float32.
+    Shows the last comparison of the run. An error passes through the layers after the one where it
+    begins. The new error is the part that a layer adds: that of its outputs if its inputs are those
+    of float32.
 
     Args:
         run: A run with `replay`, whose newest one with finite passes is drawn.
@@ -50,8 +51,8 @@ def layer_errors(run: Run, ax: Axes | None = None) -> Axes:
     errors, origin = replay.layer_errors, replay.error_origin
     outputs = np.maximum([each.error for each in errors], _LOWEST)
     # A layer without float32 inputs to compare with has no new error.
-    added = [math.nan if each.new_error is None else each.new_error for each in errors]
-    added = np.maximum(added, _LOWEST)
+    new_errors = [math.nan if each.new_error is None else each.new_error for each in errors]
+    added = np.maximum(new_errors, _LOWEST)
 
     _draw_errors(ax, outputs, added)
     if origin is None:
@@ -104,8 +105,8 @@ class _Overflows(NamedTuple):
 def overflowing_variables(run: Run, ax: Axes | None = None, top: int = 10) -> Axes:
     """Draws how often each variable overflowed, and how often it was the overflow origin.
 
-    A variable overflowed if its gradient was not finite. An overflow spreads to all variables nearer the input. Its origin is the variable where it
-    began.
+    A variable overflowed if its gradient was not finite. An overflow spreads to all variables
+    nearer the input. Its origin is the variable where it began.
 
     Args:
         run: A run with `overflows_by_variable` and `overflow_origins_by_variable`. The newest
@@ -168,11 +169,10 @@ def _draw_bars(ax: Axes, counts: dict[str, _Overflows]) -> None:
     height = 0.7 * min(1, len(counts) / 4)
     nonfinite = [max(count) for count in counts.values()]
     origin = [count.origin for count in counts.values()]
-    outer = {"color": "0.85", "edgecolor": "0.4", "linewidth": 0.8}
-    ax.barh(positions, nonfinite, height, label="gradient not finite", **outer)
-    inner = {"color": style.DARK, "linewidth": 0, "label": "overflow origin"}
-    for bar in ax.barh(positions, origin, height, **inner):
-        bar.set(edgecolor="white", hatch="//")
+    for bar in ax.barh(positions, nonfinite, height, label="gradient not finite"):
+        bar.set(facecolor="0.85", edgecolor="0.4", linewidth=0.8)
+    for bar in ax.barh(positions, origin, height, label="overflow origin"):
+        bar.set(facecolor=style.DARK, edgecolor="white", linewidth=0, hatch="//")
     ax.set_yticks(positions, style.short_names(list(counts), _VARIABLE_LENGTH))
     ax.set_ylim(len(counts) - 0.4, -0.6)
     ax.set_xlim(0, max(nonfinite) * 1.05)
