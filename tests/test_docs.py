@@ -132,7 +132,7 @@ def test_python_blocks_of_the_guide_run_from_top_to_bottom(
         tf.distribute, "MirroredStrategy", lambda: two_replicas
     )  # see its docstring
     # test_readme.py trains with replays, which take most of the time
-    monkeypatch.setattr(kmp.callbacks, "defaults", partial(kmp.callbacks.defaults, reference=None))
+    monkeypatch.setattr(kmp.callbacks, "defaults", partial(kmp.callbacks.defaults, replay=False))
     names, blocks = {"__name__": page}, python_blocks(GUIDE_PAGES[page])
     if page == "convert":  # its first block is the README's, which test_readme.py runs
         assert blocks[0].removeprefix("import keras, kmp\n\n") in python_blocks(README)
