@@ -58,13 +58,16 @@ def costs_of_variables(counts, mode, rounds):
 
 
 def added_by_sample(step):
-    """Returns the seconds that sampling a step, and reading the sample into a line of the log, add to the step."""
+    """Returns the seconds that a sample adds to a step, read and written into the log."""
     without = step.seconds()
     return seconds_per_call(step.sampled) - without + seconds_per_call(step.record)
 
 
 def seconds_of_replicas(replicas, rounds):
-    """Returns the seconds of a step of each variant in each round, in a new process: the devices have not started."""
+    """Returns the seconds of a step of each variant in each round.
+
+    Call it in a new process, in which the devices have not started.
+    """
     cpu = tf.config.list_physical_devices("CPU")[0]
     tf.config.set_logical_device_configuration(
         cpu, [tf.config.LogicalDeviceConfiguration()] * replicas

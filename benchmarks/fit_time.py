@@ -1,6 +1,8 @@
-"""What do loss scaling and callbacks add to `fit`: to its first epoch, which traces and compiles, and to a later one?
+"""What do loss scaling and callbacks add to `fit`?
 
     python benchmarks/fit_time.py [--quick] [--json FILE]
+
+It measures the first epoch, which traces and compiles, and a later one.
 
 CPU time of float32 training with a scaled loss, relative to Keras' loss scaling. A first epoch is a
 call of `fit`, its start and end included, in a new process for each round; a later one is the
@@ -48,7 +50,10 @@ def measure(is_quick):
 
 
 def first_epochs(name, mode, steps):
-    """Returns the seconds of a first epoch of each variant, in a new process, which frees the graphs."""
+    """Returns the seconds of a first epoch of each variant.
+
+    Call it in a new process, which frees the graphs.
+    """
     for number in (2, steps):  # the first ones exclude what happens once per process
         seconds = {}
         for variant in VARIANTS:

@@ -91,7 +91,10 @@ def dense():
 
 
 def bytes_per_sample(build, count, steps):
-    """Trains a model of 20 variables for each of the counted; returns their number and the bytes per sample."""
+    """Trains a model of 20 variables for each that is counted.
+
+    Returns their number and the bytes per sample.
+    """
     keras.utils.set_random_seed(0)
     with kmp.enable(), tempfile.TemporaryDirectory() as folder:
         x = keras.Input((64,))
@@ -174,7 +177,7 @@ def bytes_of_million_steps(variables):
 
 
 def growth(counts, rounds):
-    """Yields the cost per variable of a sample in the log, and of loading, advice and the report."""
+    """Yields the cost per variable of a sample, and of loading, advice and the report."""
     with tempfile.TemporaryDirectory() as folder:
         logs = {count: write(Path(folder, str(count)), count, SAMPLES) for count in counts}
         sizes = {count: [(log / FILE_NAME).stat().st_size / SAMPLES] for count, log in logs.items()}
@@ -193,7 +196,10 @@ def growth(counts, rounds):
 
 
 def write(folder, variables, samples=None, megabytes=math.inf):
-    """Writes a log of samples of variables, or only counters, up to a number or a size; returns its folder."""
+    """Writes a log of samples, or only counters, up to a number or a size.
+
+    Returns its folder.
+    """
     folder.mkdir()
     encoder, names = LogEncoder(), random_sample(variables).names if variables else ()
     settings = {"rule": "DynamicScale", "compute_dtypes": ["float16"]}

@@ -1,4 +1,4 @@
-"""What does loss scaling add to an optimizer's step, and to its first call, which traces and compiles?
+"""What does loss scaling add to an optimizer's step, and to its first call?
 
     python benchmarks/optimizer_step.py [--quick] [--json FILE]
 

@@ -1,4 +1,7 @@
-"""Predicts without a GPU where a traced function would run, from the kernels in TensorFlow's CUDA build."""
+"""Predicts without a GPU where a traced function would run.
+
+It uses the kernels in TensorFlow's CUDA build.
+"""
 
 import functools
 from collections import Counter
@@ -58,9 +61,10 @@ class Placement:
 
 
 def place(function, devices=GPU, in_branches=True):
-    """Tracks whether each tensor of a concrete function is in host or device memory, as the kernels require.
+    """Tracks whether each tensor of a concrete function is in host or device memory.
 
-    Without `in_branches`, no branch is taken, as in a finite step that is not sampled.
+    The kernels require one of the two. Without `in_branches`, no branch is taken, as in a finite
+    step that is not sampled.
 
     TensorFlow places an operation on the GPU if it has a kernel there. Many GPU kernels take or
     return int32 in host memory. Constant folding, which may remove some operations, is not taken

@@ -170,7 +170,7 @@ def test_chinese_page_has_the_same_code_tables_and_links():
 
 
 def anchor(heading):
-    """What a heading is linked by: in lower case, with dashes for blanks and without punctuation."""
+    """What a heading is linked by: lower case, dashes for blanks, no punctuation."""
     return re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
 
 

@@ -249,7 +249,10 @@ RESULTS = [
 
 @pytest.fixture
 def run_bench(monkeypatch):
-    """Returns a function that runs `kmp bench` with fake results; it returns the status and the arguments passed on."""
+    """Returns a function that runs `kmp bench` with fake results.
+
+    It returns the status, and the arguments that `measure` received.
+    """
 
     def run(arguments, results=(), error=None):
         def measure(*received):

@@ -87,7 +87,10 @@ def make_run(
     steps=300,
     **settings,
 ):
-    """Returns a run at a fixed scale of 16 that underflows, skips steps, or is healthy with a large `shift`."""
+    """Returns a run at a fixed scale of 16.
+
+    It underflows, skips steps, or is healthy with a large `shift`.
+    """
     rows = []
     for step in range(10, steps + 1, 10):
         count = skipped * step // steps
@@ -112,7 +115,7 @@ def make_run(
 
 
 def make_compared_run(layers=("m/first", "m/last"), **arguments):
-    """Returns a run with a comparison in step 300, in which a harmful error begins in the last layer."""
+    """Returns a run with a comparison in which the error begins in the last layer."""
     errors = [LayerError(layer, 0.002, 0.0005) for layer in layers[:-1]]
     errors += [LayerError(layers[-1], 1.25, 1.5), LayerError("m", 1.25)]
     of_gradients = [
@@ -450,7 +453,7 @@ def test_gradients_are_of_the_newest_sample_by_layer_and_truncated_with_a_note()
     assert table.note.endswith("10 more are not shown.")
 
 
-def test_skipped_steps_and_overflow_origins_are_counted_since_training_began_also_after_a_fallback():
+def test_skipped_steps_and_origins_are_counted_since_training_began_also_after_a_fallback():
     run = make_run(skipped=60, shift=20)
     middle = len(run.rows) // 2
     run.rows.insert(
