@@ -24,11 +24,9 @@ def measure(is_quick):
     """Yields each cost for the numbers of variables, then the step for the numbers of replicas."""
     rounds = 2 if is_quick else 25
     for mode in modes_of(is_quick):
-        counts = [
-            n
-            for n in ((10, 40) if is_quick else (50, 500, 2000, 5000))
-            if mode == "graph" or n <= MOST_UNDER_XLA
-        ]
+        counts = (10, 40) if is_quick else (50, 500, 2000, 5000)
+        if mode == "XLA":
+            counts = [count for count in counts if count <= MOST_UNDER_XLA]
         yield from costs_of_variables(counts, mode, rounds)
     replicas = (2,) if is_quick else (1, 2, 4)
     processes = [in_new_process(seconds_of_replicas, number, rounds) for number in replicas]

@@ -18,7 +18,7 @@ from kmp.report.texts import (
     with_omitted,
 )
 
-NOT_SAMPLED = "No gradients were sampled. Attach kmp.callbacks.GradientHistogram to sample them."
+NOT_SAMPLED = "No gradients were sampled. Attach kmp.callbacks.defaults() to sample them."
 
 _MOST_ERRORS = 12
 

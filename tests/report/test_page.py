@@ -548,7 +548,7 @@ def test_reports_of_unusual_runs_are_accurate(without_figures, name):
     assert 'alt=""' not in page
     if not run.samples:
         assert (
-            "No gradients were sampled. Attach kmp.callbacks.GradientHistogram to sample them."
+            "No gradients were sampled. Attach kmp.callbacks.defaults() to sample them."
             in text_of(page)
         )
 
