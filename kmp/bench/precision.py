@@ -198,8 +198,9 @@ def measure_training(
     for name, variant in usable(FORMATS).items():
         model = compiled_model(task, variant.policy, variant.scaling, mode)
         functions[name] = timed_training(model, task, steps)
-    seconds = alternate(functions, rounds)
-    rates = {name: [task.units / step for step in own] for name, own in seconds.items()}
+    rates = {}
+    for name, seconds in alternate(functions, rounds).items():
+        rates[name] = [task.units / step for step in seconds]
     return comparison(TRAINING, case, mode, rates, task.unit)
 
 
@@ -210,8 +211,10 @@ def task_of(name: str, batch: int | None = None) -> Task:
     """
     has_gpu = bool(gpus())
     if name == "ResNet-50":
-        return models.resnet50(batch or (64 if has_gpu else 8), side=224 if has_gpu else 64)
-    return models.bert(batch or (32 if has_gpu else 8), length=128 if has_gpu else 32)
+        images, side = (64, 224) if has_gpu else (8, 64)
+        return models.resnet50(batch or images, side)
+    sequences, length = (32, 128) if has_gpu else (8, 32)
+    return models.bert(batch or sequences, length)
 
 
 def measure_network(

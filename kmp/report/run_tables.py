@@ -1,10 +1,10 @@
 """The tables of a run: errors and gradients by layer, overflow by variable, other loss scales."""
 
 import heapq
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 
 from kmp.advice import WhatIf, skipped
-from kmp.records import HARMFUL_OUTPUT_ERROR, GradientSample, layer_of
+from kmp.records import HARMFUL_OUTPUT_ERROR, ExponentHistogram, GradientSample, layer_of
 from kmp.report.run_summary import RunSummary
 from kmp.report.texts import (
     MAX_ROWS,
@@ -80,10 +80,8 @@ def gradients(run: RunSummary) -> Table:
     updates = {} if measured is None else _updates_by_layer(measured, shown)
     layers, rows = _by_layer(sample, shown), []
     for name, amax, norm in zip(layers.names, layers.amax, layers.norm, strict=True):
-        total, counts = layers[name].total, layers[name].zones
-        shares = [share_of(sum(counts[zone] for zone in zones), total) for zones in _ZONES.values()]
         sizes = number(amax), number(norm)
-        rows.append((name, f"{total:,}", *shares, *sizes, *updates.get(name, ("", ""))))
+        rows.append((name, *_shares(layers[name]), *sizes, *updates.get(name, ("", ""))))
     measured_in = f"in step {measured.step}" if measured else "not measured"
     note = (
         f"Step {sample.step}, loss scale {scale(sample.loss_scale)}. Of the loss-scaled gradient:"
@@ -94,6 +92,14 @@ def gradients(run: RunSummary) -> Table:
     )
     columns = ("layer", "elements", *_ZONES, "amax", "norm", "update / weight", "updates lost")
     return Table(columns, tuple(rows), with_omitted(note, len(names)))
+
+
+def _shares(histogram: ExponentHistogram) -> Iterator[str]:
+    """Yields the number of elements, and the share of each zone in `_ZONES`."""
+    yield f"{histogram.total:,}"
+    for zones in _ZONES.values():
+        count = sum(histogram.zones[zone] for zone in zones)
+        yield share_of(count, histogram.total)
 
 
 def _by_layer(sample: GradientSample, layers: Collection[str]) -> GradientSample:
@@ -123,12 +129,14 @@ def overflow_and_underflow(run: RunSummary) -> Table:
         "underflow origin": metrics.underflow_origins,
         "underflowed": metrics.underflows,
     }
-    names = dict.fromkeys(name for counts in columns.values() for name in counts)
-    if not names:
+    counted: dict[str, list[int]] = {}
+    for index, counts in enumerate(columns.values()):
+        for name, count in counts.items():
+            counted.setdefault(name, [0] * len(columns))[index] = count
+    if not counted:
         is_counted = metrics.skipped_steps is not None
         overflow = "No variable overflowed" if is_counted else "Overflows were not counted"
         return Table(note=f"{overflow}, and no underflow was detected.")
-    counted = {name: [counts.get(name, 0) for counts in columns.values()] for name in names}
     worst = heapq.nlargest(MAX_ROWS, counted, key=counted.__getitem__)
     rows = [(name, *map(str, counted[name])) for name in worst]
     note = (
@@ -138,7 +146,7 @@ def overflow_and_underflow(run: RunSummary) -> Table:
         " these, those in which it was the variable nearest the loss. A step with a non-finite"
         " loss has no overflow origin."
     )
-    return Table(("variable", *columns), tuple(rows), with_omitted(note, len(names)))
+    return Table(("variable", *columns), tuple(rows), with_omitted(note, len(counted)))
 
 
 def other_scales(run: RunSummary) -> Table:
