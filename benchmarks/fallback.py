@@ -1,4 +1,4 @@
-"""How long does a run whose layer overflows train nothing, until Float32Fallback has repaired it?
+"""How long does a run whose layer overflows train nothing, until it is repaired?
 
     python benchmarks/fallback.py [--quick] [--json FILE]
 
@@ -67,9 +67,8 @@ def repaired_run():
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         x, y = np.tile(task.x, (20, 1)), np.tile(task.y, 20)
-        model.fit(
-            x, y, batch_size=len(task.x), verbose=0, callbacks=[times, *kmp.callbacks.defaults()]
-        )
+        callbacks = [times, *kmp.callbacks.defaults()]
+        model.fit(x, y, batch_size=len(task.x), verbose=0, callbacks=callbacks)
     skipped = times.skipped[-1]
     first = next(step for step, count in enumerate(times.skipped) if count)
     good = next(

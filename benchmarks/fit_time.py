@@ -1,6 +1,8 @@
-"""What do loss scaling and callbacks add to `fit`: to its first epoch, which traces and compiles, and to a later one?
+"""What do loss scaling and callbacks add to `fit`?
 
     python benchmarks/fit_time.py [--quick] [--json FILE]
+
+It measures the first epoch, which traces and compiles, and a later one.
 
 CPU time of float32 training with a scaled loss, relative to Keras' loss scaling. A first epoch is a
 call of `fit`, its start and end included, in a new process for each round; a later one is the
@@ -9,6 +11,7 @@ second epoch of a call.
 
 import functools
 import gc
+import itertools
 import tempfile
 import time
 
@@ -28,27 +31,32 @@ STEPS = 250  # of an epoch: the callbacks read once
 def measure(is_quick):
     """Yields the CPU time of first and later epochs of each model in each mode."""
     rounds, steps = (1, 20) if is_quick else (5, STEPS)
-    for name in list(MODELS)[: 1 if is_quick else None]:
-        for mode in modes_of(is_quick):
-            processes = [in_new_process(first_epochs, name, mode, steps) for _ in range(rounds)]
-            first = {variant: [own[variant] for own in processes] for variant in VARIANTS}
-            yield comparison("first epoch: CPU time", f"{name}, {steps} steps", mode, first)
-            with tempfile.TemporaryDirectory() as folder:
-                trainings = {
-                    variant: training(name, variant, mode, steps, folder) for variant in VARIANTS
-                }
-                later = alternate(
-                    {variant: functools.partial(train, 2) for variant, train in trainings.items()},
-                    rounds,
-                )
-            per_step = {
-                variant: [last / steps for _, last in epochs] for variant, epochs in later.items()
-            }
-            yield comparison("step of `fit`: CPU time", f"{name}, {steps} steps", mode, per_step)
+    names = list(MODELS)[:1] if is_quick else MODELS
+    for name, mode in itertools.product(names, modes_of(is_quick)):
+        case = f"{name}, {steps} steps"
+        processes = [in_new_process(first_epochs, name, mode, steps) for _ in range(rounds)]
+        first = {variant: [own[variant] for own in processes] for variant in VARIANTS}
+        yield comparison("first epoch: CPU time", case, mode, first)
+        per_step = later_steps(name, mode, steps, rounds)
+        yield comparison("step of `fit`: CPU time", case, mode, per_step)
+
+
+def later_steps(name, mode, steps, rounds):
+    """Returns the seconds of a step of a later epoch, for each variant and round."""
+    with tempfile.TemporaryDirectory() as folder:
+        two_epochs = {
+            variant: functools.partial(training(name, variant, mode, steps, folder), 2)
+            for variant in VARIANTS
+        }
+        results = alternate(two_epochs, rounds)
+    return {variant: [last / steps for _, last in epochs] for variant, epochs in results.items()}
 
 
 def first_epochs(name, mode, steps):
-    """Returns the seconds of a first epoch of each variant, in a new process, which frees the graphs."""
+    """Returns the seconds of a first epoch of each variant.
+
+    Call it in a new process, which frees the graphs.
+    """
     for number in (2, steps):  # the first ones exclude what happens once per process
         seconds = {}
         for variant in VARIANTS:

@@ -274,29 +274,35 @@ def repeated_batch(model: keras.Model, size: int) -> tf.data.Dataset:
 
 def tables(results: Sequence[Result]) -> Iterator[Table]:
     """Yields a table for each part, with ratios to float32 and to float16 without a loss scale."""
-    ratios = ("\N{MULTIPLICATION SIGN} float32", "\N{MULTIPLICATION SIGN} no scale")
     for part in dict.fromkeys(result.part for result in results):
-        own = [result for result in results if result.part == part]
-        rates = {each.variant: each.batch / each.step.median for each in own if each.step}
-        memory = {each.variant: each.memory for each in own if each.memory}
-        title = f"{part}: {own[0].model}, batch {own[0].batch}, {own[0].mode}"
-        columns = ("ms a step (range)", "examples/s", *ratios, "memory", ratios[0])
-        table = Table("", *columns, title=title, title_justify="left")
-        for result in own:
-            rate, size = rates.get(result.variant), memory.get(result.variant)
-            table.add_row(
-                result.variant,
-                _milliseconds(result.step) if result.step else "failed",
-                f"{rate:,.0f}" if rate else "",
-                _ratio(rate, rates.get(FLOAT32.name)),
-                _ratio(rate, rates.get(NO_SCALE.name)),
-                f"{size / 1e9:.2f} GB" if size else "",
-                _ratio(size, memory.get(FLOAT32.name)),
-            )
-        yield table
+        yield _table([result for result in results if result.part == part])
 
 
-def _milliseconds(step: StepTime) -> str:
+def _table(own: Sequence[Result]) -> Table:
+    """Returns the table of one part."""
+    ratios = ("\N{MULTIPLICATION SIGN} float32", "\N{MULTIPLICATION SIGN} no scale")
+    columns = ("ms a step (range)", "examples/s", *ratios, "memory", ratios[0])
+    title = f"{own[0].part}: {own[0].model}, batch {own[0].batch}, {own[0].mode}"
+    table = Table("", *columns, title=title, title_justify="left")
+    rates = {each.variant: each.batch / each.step.median for each in own if each.step}
+    memory = {each.variant: each.memory for each in own if each.memory}
+    for result in own:
+        rate, size = rates.get(result.variant), memory.get(result.variant)
+        table.add_row(
+            result.variant,
+            _milliseconds(result.step),
+            f"{rate:,.0f}" if rate else "",
+            _ratio(rate, rates.get(FLOAT32.name)),
+            _ratio(rate, rates.get(NO_SCALE.name)),
+            f"{size / 1e9:.2f} GB" if size else "",
+            _ratio(size, memory.get(FLOAT32.name)),
+        )
+    return table
+
+
+def _milliseconds(step: StepTime | None) -> str:
+    if step is None:
+        return "failed"
     return f"{step.median * 1e3:.1f} ({step.smallest * 1e3:.1f}-{step.largest * 1e3:.1f})"
 
 

@@ -47,11 +47,34 @@ class Count:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Counts, writes the results after each step, and prints them as tables."""
+    parser = _parser()
+    parsed = parser.parse_args(arguments)
+    large = [name for name in MODELS if name != QUICK]
+    models = [QUICK] if parsed.quick else parsed.models or large
+    unknown = set(models) - set(MODELS)
+    if unknown:
+        parser.error(f"unknown model {min(unknown)!r}: choose from {', '.join(MODELS)}")
+
+    console = Console(width=120, highlight=False, markup=False)
+    cases = list(itertools.product(models, parsed.policy, parsed.scaling))
+    counts: list[Count] = []
+    for model, policy, scaling in track(cases, "Tracing", console=console, transient=True):
+        counts.append(count(model, policy, scaling, parsed.batch or DEFAULT_BATCH[model]))
+        if parsed.json:
+            results = [asdict(each) for each in counts]
+            atomic_files.write_json(parsed.json, {**header(), "results": results})
+        keras.backend.clear_session()
+        gc.collect()  # Keras' models are reference cycles
+    console.print(table_of(counts))
+    for each in counts if parsed.types else ():
+        console.print(types_table(each, parsed.types))
+
+
+def _parser() -> argparse.ArgumentParser:
     description, _, rest = (__doc__ or "").partition("\n")
     parser = argparse.ArgumentParser(
         description=description, epilog=rest, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    large = [name for name in MODELS if name != QUICK]
     models_help = f"{', '.join(MODELS)}; default: all but {QUICK}"
     parser.add_argument("models", nargs="*", metavar="MODEL", help=models_help)
     parser.add_argument("--policy", nargs="+", choices=POLICIES, default=["mixed_float16"])
@@ -66,24 +89,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the results as JSON")
     parser.add_argument("--quick", action="store_true", help="count the small model only")
-    parsed = parser.parse_args(arguments)
-    models = [QUICK] if parsed.quick else parsed.models or large
-    if unknown := set(models) - set(MODELS):
-        parser.error(f"unknown model {min(unknown)!r}: choose from {', '.join(MODELS)}")
-
-    console = Console(width=120, highlight=False, markup=False)
-    cases = list(itertools.product(models, parsed.policy, parsed.scaling))
-    counts: list[Count] = []
-    for model, policy, scaling in track(cases, "Tracing", console=console, transient=True):
-        counts.append(count(model, policy, scaling, parsed.batch or DEFAULT_BATCH[model]))
-        if parsed.json:
-            results = [asdict(each) for each in counts]
-            atomic_files.write_json(parsed.json, header() | {"results": results})
-        keras.backend.clear_session()
-        gc.collect()  # Keras' models are reference cycles
-    console.print(table_of(counts))
-    for each in counts if parsed.types else ():
-        console.print(types_table(each, parsed.types))
+    return parser
 
 
 def count(model: str, policy: str, scaling: str, batch: int) -> Count:

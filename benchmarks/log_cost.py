@@ -44,30 +44,32 @@ LOGS |= {"counters only": 0, "1 variable in each sample": 1}
 
 def measure(is_quick):
     """Yields the sizes of samples and of logs, then what it costs to read them."""
+    blocks, steps = (2, 20) if is_quick else (30, 300)
     for build in (residual_blocks, branches):
-        variables, sizes = bytes_per_sample(build, *((2, 20) if is_quick else (30, 300)))
-        yield comparison(
-            "log: a sample", f"{variables} variables, {build.__name__}", "", sizes, "B"
-        )
+        variables, sizes = bytes_per_sample(build, blocks, steps)
+        case = f"{variables} variables, {build.__name__}"
+        yield comparison("log: a sample", case, "", sizes, "B")
     sample = dict(compact(sample_of([math.prod(shape) for shape in shapes_of("ResNet-50")])))
     names, numbers = len(json.dumps(sample.pop("names"))), len(json.dumps(sample))
-    yield comparison(
-        "log: a sample", "ResNet-50", "", {"sample": [numbers], "names, written once": [names]}, "B"
-    )
+    sizes = {"sample": [numbers], "names, written once": [names]}
+    yield comparison("log: a sample", "ResNet-50", "", sizes, "B")
     counts = (200, 600) if is_quick else (200, 600, 2_000, 6_000, 20_000)
     sizes = {
         f"{variables:,} variables": [bytes_of_million_steps(variables)] for variables in counts
     }
     yield comparison("log: a million steps", "with TensorBoard's files", "", sizes, "B")
     yield from growth((50, 200) if is_quick else (50, 500, 2_000, 5_000), 1 if is_quick else 5)
-    megabytes = 2 if is_quick else 50
+    yield from reports(dict(list(LOGS.items())[:1]) if is_quick else LOGS, 2 if is_quick else 50)
+
+
+def reports(logs, megabytes):
+    """Yields time and memory of the report of each log."""
     seconds, peaks = {}, {}
-    for name, variables in list(LOGS.items())[: 1 if is_quick else None]:
+    for name, variables in logs.items():
         with tempfile.TemporaryDirectory() as folder:
             log = write(Path(folder, "log"), variables, megabytes=megabytes)
-            seconds[name], peaks[name] = (
-                [cost] for cost in in_new_process(cost_of_report, str(log))
-            )
+            duration, peak = in_new_process(cost_of_report, str(log))
+        seconds[name], peaks[name] = [duration], [peak]
     yield comparison("report: time", f"log of {megabytes} MB", "", seconds)
     yield comparison("report: peak memory", f"log of {megabytes} MB", "", peaks, "B")
 
@@ -91,7 +93,10 @@ def dense():
 
 
 def bytes_per_sample(build, count, steps):
-    """Trains a model of 20 variables for each of the counted; returns their number and the bytes per sample."""
+    """Trains a model of 20 variables for each that is counted.
+
+    Returns their number and the bytes per sample.
+    """
     keras.utils.set_random_seed(0)
     with kmp.enable(), tempfile.TemporaryDirectory() as folder:
         x = keras.Input((64,))
@@ -174,7 +179,7 @@ def bytes_of_million_steps(variables):
 
 
 def growth(counts, rounds):
-    """Yields the cost per variable of a sample in the log, and of loading, advice and the report."""
+    """Yields the cost per variable of a sample, and of loading, advice and the report."""
     with tempfile.TemporaryDirectory() as folder:
         logs = {count: write(Path(folder, str(count)), count, SAMPLES) for count in counts}
         sizes = {count: [(log / FILE_NAME).stat().st_size / SAMPLES] for count, log in logs.items()}
@@ -193,7 +198,10 @@ def growth(counts, rounds):
 
 
 def write(folder, variables, samples=None, megabytes=math.inf):
-    """Writes a log of samples of variables, or only counters, up to a number or a size; returns its folder."""
+    """Writes a log of samples, or only counters, up to a number or a size.
+
+    Returns its folder.
+    """
     folder.mkdir()
     encoder, names = LogEncoder(), random_sample(variables).names if variables else ()
     settings = {"rule": "DynamicScale", "compute_dtypes": ["float16"]}

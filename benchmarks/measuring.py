@@ -1,4 +1,4 @@
-"""What the benchmarks share: their command line, and an optimizer step on variables of given shapes."""
+"""What the benchmarks share: a command line, and optimizer steps on given variables."""
 
 import argparse
 import os
@@ -42,7 +42,10 @@ _INNER = {
 
 
 def main(measure: Callable[[bool], Iterator[list[Measurement]]], description: str | None) -> None:
-    """Parses `--quick`, which `measure` gets, and `--json FILE`, runs the benchmark, and prints its results."""
+    """Runs a benchmark and prints its results.
+
+    Parses `--quick`, which `measure` gets, and `--json FILE`.
+    """
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -64,7 +67,10 @@ def modes_of(is_quick: bool) -> dict[str, bool]:
 
 
 def shapes_of(name: str) -> Shapes:
-    """Returns the shapes of variables: `"ResNet-50"`, `"600 small"` (4,096 and 64 elements), or `"8 of 2048x2048"`."""
+    """Returns the shapes of variables by their name.
+
+    Names are `"ResNet-50"`, `"600 small"` (4,096 and 64 elements) and `"8 of 2048x2048"`.
+    """
     if name == "ResNet-50":
         return [
             tuple(v.shape) for v in keras.applications.ResNet50(weights=None).trainable_variables
@@ -79,7 +85,7 @@ def shapes_of(name: str) -> Shapes:
 def per_unit(
     unit: str, case: str, mode: str, values: Mapping[int, Sequence[float]], value_unit: str = "s"
 ) -> list[Measurement]:
-    """Returns a comparison of the costs per variable, or per replica, from the costs for numbers of them."""
+    """Returns a comparison of the costs per variable, or per replica."""
     own = {
         f"{n:,} {unit}{'s' * (n > 1)}": [value / n for value in rounds]
         for n, rounds in values.items()
@@ -88,7 +94,10 @@ def per_unit(
 
 
 def variants_in(mode: str) -> list[str]:
-    """Returns the variants of an optimizer to compare. Without `COMPILED` under XLA, which compiles every variant."""
+    """Returns the variants of an optimizer to compare.
+
+    Without `COMPILED` under XLA, which compiles every variant.
+    """
     return [BARE, KERAS, OURS] if MODES[mode] else [BARE, KERAS, OURS, COMPILED]
 
 

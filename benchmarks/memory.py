@@ -28,7 +28,10 @@ def measure(is_quick):
 
 
 def memory_of_step(variant, name, mode):
-    """Returns the bytes that variables, gradients and steps add to the peak memory of this process, a new one."""
+    """Returns the bytes that variables, gradients and steps add to the peak memory.
+
+    Call it in a new process.
+    """
     Step(BARE, [(2,)], mode)()  # excludes what happens once per process
     before, shapes = peak_memory(), shapes_of(name)
     step = SampledStep(shapes, mode) if variant == SAMPLED else Step(variant, shapes, mode)

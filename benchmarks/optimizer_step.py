@@ -1,4 +1,4 @@
-"""What does loss scaling add to an optimizer's step, and to its first call, which traces and compiles?
+"""What does loss scaling add to an optimizer's step, and to its first call?
 
     python benchmarks/optimizer_step.py [--quick] [--json FILE]
 
@@ -7,6 +7,7 @@ over the processes.
 """
 
 import functools
+import itertools
 
 from measuring import Step, main, modes_of, shapes_of, variants_in
 
@@ -18,19 +19,17 @@ PROCESSES, ROUNDS = 5, 5
 def measure(is_quick):
     """Yields the first calls and the steps of each set of variables, optimizer and mode."""
     sets = ("8 of 512x512",) if is_quick else ("8 of 2048x2048", "ResNet-50", "600 small")
-    for name in sets:
-        for inner in ("Adam",) if is_quick else ("Adam", "SGD momentum"):
-            for mode in modes_of(is_quick):
-                processes = [
-                    in_new_process(seconds_of, name, inner, mode, 2 if is_quick else ROUNDS)
-                    for _ in range(1 if is_quick else PROCESSES)
-                ]
-                for number, section in enumerate(("first call", "optimizer step")):
-                    values = {
-                        variant: [own[variant][number] for own in processes]
-                        for variant in variants_in(mode)
-                    }
-                    yield comparison(section, f"{inner}, {name}", mode, values)
+    optimizers = ("Adam",) if is_quick else ("Adam", "SGD momentum")
+    rounds, processes = (2, 1) if is_quick else (ROUNDS, PROCESSES)
+    for name, inner, mode in itertools.product(sets, optimizers, modes_of(is_quick)):
+        case = f"{inner}, {name}"
+        seconds = [in_new_process(seconds_of, name, inner, mode, rounds) for _ in range(processes)]
+        first_calls, steps = {}, {}
+        for variant in variants_in(mode):
+            first_calls[variant] = [own[variant][0] for own in seconds]
+            steps[variant] = [own[variant][1] for own in seconds]
+        yield comparison("first call", case, mode, first_calls)
+        yield comparison("optimizer step", case, mode, steps)
 
 
 def seconds_of(name, inner, mode, rounds):

@@ -49,7 +49,10 @@ def measure(is_quick):
 
 
 def memory_of(name, variant):
-    """Returns the bytes that training and a replay add to the peak memory of this process, a new one."""
+    """Returns the bytes that training and a replay add to the peak memory.
+
+    Call it in a new process.
+    """
     before = peak_memory()
     _, model, batch = trained(name)
     if variant == FINITE:

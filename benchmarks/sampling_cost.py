@@ -70,7 +70,10 @@ def histograms(modes, side, rounds):
 
 
 def steps_of(plain, sampled, rounds):
-    """Returns the seconds of a step: the median without sampling, and plus what sampling adds per step on average."""
+    """Returns the seconds of a step, without sampling and with it.
+
+    The median without, and that plus what sampling adds on average.
+    """
 
     def update():
         sampled.arm()

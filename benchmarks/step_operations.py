@@ -26,7 +26,10 @@ CALLS = ATTEMPTS = 10
 
 
 class Shape(NamedTuple):
-    """The layers of a model: `Dense` layers, a last one included, and `BatchNormalization`; two variables in each."""
+    """The layers of a model, with two variables in each.
+
+    `Dense` layers, a last one included, and `BatchNormalization`.
+    """
 
     dense: int
     norms: int
@@ -36,7 +39,7 @@ SHAPES = SMALL, MORE_NORMS, MORE_DENSE = Shape(5, 4), Shape(5, 8), Shape(9, 4)
 
 
 def measure(is_quick):
-    """Yields the operations of each variant, then what each adds to those that compute in the bare step."""
+    """Yields the operations of each variant, then what each adds to the bare step."""
     variants = VARIANTS[::3] if is_quick else VARIANTS
     counts = {
         variant: {shape: operations(variant, shape) for shape in SHAPES} for variant in variants
@@ -54,7 +57,9 @@ def measure(is_quick):
 
 
 def added(counts, bare):
-    """Returns what a variant adds to the computing operations of the bare step, from the counts of `SHAPES`.
+    """Returns what a variant adds to the computing operations of the bare step.
+
+    It is computed from the counts of `SHAPES`.
 
     Returns:
         The number in every model, for each `BatchNormalization` with its two variables, and for
@@ -71,7 +76,7 @@ def added(counts, bare):
 
 
 def operations(variant, shape):
-    """Returns the numbers of computing and of bookkeeping operations in a training step that is not sampled.
+    """Returns the numbers of computing and of bookkeeping operations in a step without a sample.
 
     Raises:
         MeasurementError: If steps in a row differ in what they run.

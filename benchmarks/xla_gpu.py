@@ -187,12 +187,18 @@ def _kernels(lines: Sequence[str]) -> Iterator[Kernel]:
             continue
         arguments = re.findall(r"%([\w.\-]+)", rest.partition(")")[0])
         tensors = [shape, *(shapes[argument] for argument in arguments if argument in shapes)]
-        sizes = [size for each in tensors for size in _sizes(each)]
-        in_float32 = sum(size for dtype, size in sizes if dtype == "f32")
-        source = re.search(r'op_name="([^"]*)"', rest)
-        operation = re.sub(r"\d+", "#", source[1]) if source else ""
+        sizes: Counter[str] = Counter()
+        for each in tensors:
+            for dtype, size in _sizes(each):
+                sizes[dtype] += size
         label = _label(name, opcode, rest)
-        yield Kernel(label, operation, sum(size for _, size in sizes), in_float32, _branches(rest))
+        yield Kernel(label, _operation(rest), sizes.total(), sizes["f32"], _branches(rest))
+
+
+def _operation(rest: str) -> str:
+    """Returns the name of the operation in the program, with each number as `#`."""
+    source = re.search(r'op_name="([^"]*)"', rest)
+    return re.sub(r"\d+", "#", source[1]) if source else ""
 
 
 def _sizes(shape: str) -> Iterator[tuple[str, int]]:

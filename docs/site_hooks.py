@@ -1,4 +1,4 @@
-"""Adds the pages outside this folder to the site: README, notebooks, contribution guide and changelog."""
+"""Adds pages outside this folder to the site: README, notebooks, contribution guide, changelog."""
 
 import posixpath
 import re
@@ -32,11 +32,13 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Replaces links that are relative to the repository by those of the site; files that it lacks become code."""
+    """Replaces links of the repository by those of the site.
+
+    A link to a file that the site lacks becomes its text.
+    """
     target = page.file.src_uri
-    source = next(
-        (source for source, page_of in PAGES.items() if page_of == target), f"docs/{target}"
-    )
+    sources = {page_of: source for source, page_of in PAGES.items()}
+    source = sources.get(target, f"docs/{target}")
 
     def on_site(match: re.Match[str]) -> str:
         if match[1] is None:
@@ -47,4 +49,4 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         return match[1] + posixpath.relpath(path, posixpath.dirname(target) or ".")
 
     in_site = _LINK.sub(on_site, markdown)
-    return re.sub(r"\[([^\]]+)\]\(((?:\.\./)*(?:tests|kmp)/[^)]*)\)", r"\1", in_site)
+    return re.sub(r"\[([^\]]+)\]\(((?:\.\./)*(?:tests|kmp|benchmarks)/[^)]*)\)", r"\1", in_site)

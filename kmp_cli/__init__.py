@@ -1,4 +1,7 @@
-"""The `kmp` command. Outside the package, because it works where Keras and TensorFlow cannot be imported."""
+"""The `kmp` command.
+
+Outside the package `kmp`, because it works where Keras and TensorFlow cannot be imported.
+"""
 
 from kmp_cli.arguments import main
 

@@ -20,9 +20,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if parsed.command is None:
             parser.print_help()
             return 0
-        if (
-            parsed.command == "demo"
-        ):  # oneDNN, on by default on newer CPUs, is many times slower in float16
+        if parsed.command == "demo":
+            # oneDNN, on by default on newer CPUs, is many times slower in float16.
             os.environ.setdefault("TF_ENABLE_ONEDNN_OPTS", "0")
         if parsed.command == "doctor":  # also where kmp cannot be imported
             from kmp_cli import doctor
@@ -31,10 +30,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from kmp_cli import commands
 
         return commands.run(parsed)
-    except (
-        ImportError,
-        OSError,
-    ) as error:  # such as: kmp or TensorFlow is not installed, Keras has another backend
+    except (ImportError, OSError) as error:
+        # Such as: kmp or TensorFlow is not installed, Keras has another backend.
         print(f"kmp: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
@@ -132,7 +129,6 @@ def _parser() -> argparse.ArgumentParser:
             " a GPU, else precision)"
         ),
     )
-    bench.add_argument("--mode", choices=("graph", "XLA"), help="train in this mode only")
     bench.add_argument(
         "--batch",
         type=_positive,
@@ -156,7 +152,7 @@ def _positive(text: str) -> int:
 
 
 def _file_to_write(*endings: str) -> Callable[[str], Path]:
-    """Returns the type of an argument: a file with one of the endings, or `-`, if that is one of them.
+    """Returns the type of an argument: a file with one of the endings, which may contain `-`.
 
     A file that cannot be written is an error before minutes of measuring, and a wrong ending before
     a model or log is overwritten.
@@ -167,18 +163,20 @@ def _file_to_write(*endings: str) -> Callable[[str], Path]:
         if text == "-" and "-" in endings:
             return path
         if path.suffix.lower() not in endings:
-            raise argparse.ArgumentTypeError(
-                f"must end in {' or '.join(endings)}, received {text!r}"
-            )
-        try:
-            existing = next(found for found in (path, *path.absolute().parents) if found.exists())
-            can_be_written = existing.is_dir() != (existing == path) and os.access(
-                existing, os.W_OK
-            )
-        except OSError:  # a name that is too long, or below a folder without permission
-            can_be_written = False
-        if not can_be_written:
+            expected = " or ".join(endings)
+            raise argparse.ArgumentTypeError(f"must end in {expected}, received {text!r}")
+        if not _can_be_written(path):
             raise argparse.ArgumentTypeError(f"cannot be written, received {text!r}")
         return path
 
     return file_to_write
+
+
+def _can_be_written(path: Path) -> bool:
+    """Whether a file exists and can be written, or can be created with its missing folders."""
+    try:
+        existing = next(found for found in (path, *path.absolute().parents) if found.exists())
+        is_folder, is_path = existing.is_dir(), existing == path
+    except OSError:  # a name that is too long, or below a folder without permission
+        return False
+    return is_folder != is_path and os.access(existing, os.W_OK)

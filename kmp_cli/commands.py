@@ -7,6 +7,7 @@ import re
 import sys
 import textwrap
 import zipfile
+from collections.abc import Sequence
 from pathlib import Path
 
 import keras
@@ -24,7 +25,7 @@ class InputError(Exception):
 
 
 def run(parsed: argparse.Namespace) -> int:
-    """Runs a sub-command, prints an error in one line, and returns the exit status, which is then 1.
+    """Runs a sub-command and returns the exit status. An error is printed in one line.
 
     Args:
         parsed: The parsed arguments. `command` is the name of the sub-command.
@@ -58,42 +59,16 @@ def _bench(parsed: argparse.Namespace, console: Console) -> None:
     if parsed.batch and set(bench.parts_of(parsed.only, parsed.quick)) == {"precision"}:
         raise InputError("--batch applies only to resnet and bert: add --only resnet bert")
     try:
-        comparisons = bench.measure(parsed.only, parsed.quick, parsed.mode, parsed.batch)
+        comparisons = bench.measure(parsed.only, parsed.quick, parsed.batch)
         bench.run(console, comparisons, parsed.json)
-    except (
-        bench.MeasurementError,
-        tf.errors.OpError,
-    ) as error:  # such as: the GPU's memory is in use
+    except (bench.MeasurementError, tf.errors.OpError) as error:
+        # Such as: the GPU's memory is in use.
         raise InputError(user_messages.one_line(error)) from error
 
 
 def _audit(parsed: argparse.Namespace, console: Console) -> None:
-    if parsed.modules:
-        sys.path.insert(
-            0, ""
-        )  # as `python -m` does: a console script cannot import from the current folder
-    for name in parsed.modules:
-        try:
-            importlib.import_module(name)
-        except Exception as error:  # the module's code may raise anything
-            cause = f"{type(error).__name__}: {user_messages.one_line(error)}"
-            raise InputError(
-                f"--import {name}: {cause}. Pass the name of a module, such as `my_layers`."
-            ) from error
-    if not parsed.file.is_file():
-        raise InputError(f"{parsed.file}: no such file")
-    if not zipfile.is_zipfile(parsed.file):  # Keras reports a corrupt file as one that is not found
-        raise InputError(
-            f"{parsed.file} is not a .keras file: it is not a zip archive, or a corrupt one"
-        )
-    try:
-        model = keras.models.load_model(parsed.file, compile=False)
-    except Exception as error:  # a corrupt archive may raise anything
-        reason = str(error).rpartition("Exception encountered: ")[
-            2
-        ]  # it stands after the model's configuration
-        shortened = textwrap.shorten(reason, 300, placeholder=" ...")
-        raise InputError(f"{parsed.file} cannot be loaded: {shortened}") from error
+    _import_modules(parsed.modules)
+    model = _load_model(parsed.file)
     try:
         audit = kmp.audit(model, policy=parsed.policy)
     except (TypeError, ValueError) as error:  # such as: the file holds a layer
@@ -102,42 +77,71 @@ def _audit(parsed: argparse.Namespace, console: Console) -> None:
         console.print(audit)
     else:
         console.print(audit.summary)
-        console.print(
-            f"All {len(audit.rows)} rows: kmp audit --all {printable(str(parsed.file))}",
-            soft_wrap=True,
-        )
+        command = f"kmp audit --all {printable(str(parsed.file))}"
+        console.print(f"All {len(audit.rows)} rows: {command}", soft_wrap=True)
     if parsed.json:
         parsed.json.parent.mkdir(parents=True, exist_ok=True)
         atomic_files.write_json(parsed.json, audit.to_dict())
 
 
+def _import_modules(names: Sequence[str]) -> None:
+    if names:
+        # As `python -m` does: a console script cannot import from the current folder.
+        sys.path.insert(0, "")
+    for name in names:
+        try:
+            importlib.import_module(name)
+        except Exception as error:  # the module's code may raise anything
+            cause = f"{type(error).__name__}: {user_messages.one_line(error)}"
+            raise InputError(
+                f"--import {name}: {cause}. Pass the name of a module, such as `my_layers`."
+            ) from error
+
+
+def _load_model(file: Path) -> keras.Model:
+    if not file.is_file():
+        raise InputError(f"{file}: no such file")
+    if not zipfile.is_zipfile(file):  # Keras reports a corrupt file as one that is not found
+        raise InputError(f"{file} is not a .keras file: it is not a zip archive, or a corrupt one")
+    try:
+        return keras.models.load_model(file, compile=False)
+    except Exception as error:  # a corrupt archive may raise anything
+        # The reason stands after the model's configuration.
+        _, _, reason = str(error).rpartition("Exception encountered: ")
+        shortened = textwrap.shorten(reason, 300, placeholder=" ...")
+        raise InputError(f"{file} cannot be loaded: {shortened}") from error
+
+
 def _report(parsed: argparse.Namespace, console: Console) -> None:
     from kmp import report
 
-    paths: list[Path] = []
-    for path in parsed.runs:
-        if not path.is_dir() or (path / FILE_NAME).exists():
-            paths.append(path)
-            continue
-        found = sorted(
-            log.parent
-            for log in path.rglob(FILE_NAME)
-            if not re.fullmatch(r"earlier-\d+", log.parent.name)
-        )
-        if not found:
-            raise InputError(
-                f"{path}: no run in this folder: no {FILE_NAME} in it or in the folders below"
-            )
-        paths += found
-    out = parsed.out
-    if out is None:
-        only = parsed.runs[0] if len(parsed.runs) == 1 else Path()
-        out = (only if only.is_dir() else only.parent) / "report.html"
-        if out.is_symlink():  # a folder from elsewhere may have one
-            raise InputError(f"{out} is a link. Delete it, or pass the file to write: --out FILE")
+    paths = [log for path in parsed.runs for log in _logs_in(path)]
+    out = parsed.out or _default_report(parsed.runs)
     try:
         runs = report.load(paths)
     except ValueError as error:
         raise InputError(str(error)) from error
     console.print(report.summary(runs))
     console.print(f"\nReport: {printable(str(report.write(runs, out)))}", soft_wrap=True)
+
+
+def _logs_in(path: Path) -> list[Path]:
+    """Returns the `log_dir`s of the runs in a folder; of a run, the path itself."""
+    if not path.is_dir() or (path / FILE_NAME).exists():
+        return [path]
+    folders = [log.parent for log in path.rglob(FILE_NAME)]
+    found = [folder for folder in folders if not re.fullmatch(r"earlier-\d+", folder.name)]
+    if not found:
+        raise InputError(
+            f"{path}: no run in this folder: no {FILE_NAME} in it or in the folders below"
+        )
+    return sorted(found)
+
+
+def _default_report(runs: Sequence[Path]) -> Path:
+    only = runs[0] if len(runs) == 1 else Path()
+    folder = only if only.is_dir() else only.parent
+    file = folder / "report.html"
+    if file.is_symlink():  # a folder from elsewhere may have one
+        raise InputError(f"{file} is a link. Delete it, or pass the file to write: --out FILE")
+    return file

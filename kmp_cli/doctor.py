@@ -1,4 +1,4 @@
-"""`kmp doctor`: whether mixed precision works on this machine, and whether it makes training faster.
+"""`kmp doctor`: whether mixed precision works on this machine, and makes training faster.
 
 Imports Keras and TensorFlow only where it checks them, because they may be missing.
 """
@@ -10,7 +10,7 @@ import os
 import platform
 import subprocess
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -53,42 +53,42 @@ def run(json_file: Path | None = None) -> int:
         json_file: File to write the results to; `-` prints them instead of all else. `None` for no
             file.
     """
-    os.environ.setdefault(
-        "TF_CPP_MIN_LOG_LEVEL", "3"
-    )  # what TensorFlow logs about GPUs is checked here
-    os.environ.setdefault(
-        "TF_FORCE_GPU_ALLOW_GROWTH", "true"
-    )  # other programs may use the GPU's memory
+    # What TensorFlow logs about GPUs is checked here; other programs may use the GPU's memory.
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+    os.environ.setdefault("TF_FORCE_GPU_ALLOW_GROWTH", "true")
     to_stdout = json_file == Path("-")
     console = Console(quiet=to_stdout, markup=False, highlight=False, soft_wrap=True)
     checks: list[Check] = []
     for check in _checks():  # printed one at a time: a GPU may take minutes to start
         checks.append(check)
-        mark, style = _MARKS[check.status]
-        console.print(f"{mark:>5}", style=style, end="  ")
-        console.print(f"{check.name}: {check.text}")
-        if check.fix:
-            console.print(f"       {check.fix}", style="bold")
+        _print_check(console, check)
     broken = next((check for check in checks if check.status == ERROR), None)
     if broken is None:
         results = _measure(console)
         if results["exit_status"] != BROKEN:
-            results |= _measure_environment(console)
+            results.update(_measure_environment(console))
     else:
         verdict = f"Mixed precision does not work here: {broken.name}: {broken.text.rstrip('.')}."
         results = {"exit_status": BROKEN, "verdict": verdict}
     console.print(f"\n{results['verdict']}", style="bold")
     if broken and broken.fix:
         console.print(f"Run: {broken.fix}")
-    text = json.dumps(
-        {"checks": [dataclasses.asdict(check) for check in checks], **results}, indent=1
-    )
+    content = {"checks": [dataclasses.asdict(check) for check in checks], **results}
+    text = json.dumps(content, indent=1)
     if to_stdout:
         print(text)
     elif json_file:
         json_file.parent.mkdir(parents=True, exist_ok=True)
         json_file.write_text(f"{text}\n", encoding="utf-8")
     return results["exit_status"]
+
+
+def _print_check(console: Console, check: Check) -> None:
+    mark, style = _MARKS[check.status]
+    console.print(f"{mark:>5}", style=style, end="  ")
+    console.print(f"{check.name}: {check.text}")
+    if check.fix:
+        console.print(f"       {check.fix}", style="bold")
 
 
 def _checks() -> Iterator[Check]:
@@ -107,7 +107,7 @@ def _checks() -> Iterator[Check]:
 
 
 def driver_check() -> Check:
-    """Asks `nvidia-smi` for the driver and the GPUs; the status is `"ok"` only if it reports a GPU."""
+    """Asks `nvidia-smi` for the driver and the GPUs. The status is `"ok"` if it reports a GPU."""
     query = ["nvidia-smi", "--query-gpu=driver_version,name,memory.total", "--format=csv,noheader"]
     try:
         done = subprocess.run(query, capture_output=True, text=True, timeout=60, check=False)
@@ -117,16 +117,15 @@ def driver_check() -> Check:
         return Check("NVIDIA driver", WARNING, f"nvidia-smi does not run: {error}")
     output = "; ".join((done.stdout + done.stderr).splitlines())
     if done.returncode or not output:
-        return Check(
-            "NVIDIA driver",
-            WARNING,
-            f"nvidia-smi reports no GPU, exit status {done.returncode}: {output}",
-        )
+        text = f"nvidia-smi reports no GPU, exit status {done.returncode}: {output}"
+        return Check("NVIDIA driver", WARNING, text)
     return Check("NVIDIA driver", OK, output)
 
 
 def package_checks(extra: str) -> Iterator[Check]:
-    """Checks the packages that kmp needs against the versions in kmp's metadata. pip has checked that of Python.
+    """Checks the packages that kmp needs against the versions in kmp's metadata.
+
+    pip has checked the version of Python.
 
     Args:
         extra: kmp's extra that installs TensorFlow for this machine, `"cuda"` or `"cpu"`.
@@ -136,22 +135,13 @@ def package_checks(extra: str) -> Iterator[Check]:
     if not tensorflow:  # first: the extra also installs whatever else is missing
         yield Check("tensorflow", ERROR, "not installed", f"pip install 'kmp[{extra}]'")
     elif len(tensorflow) > 1:
-        text = (
-            f"{' and '.join(tensorflow)} are both installed, and each overwrites files of the other"
-        )
+        both = " and ".join(tensorflow)
+        text = f"{both} are both installed, and each overwrites files of the other"
         fix = f"pip uninstall -y {' '.join(tensorflow)}  # then install one of them"
         yield Check("tensorflow", WARNING, text, fix)
-    for requirement in map(Requirement, metadata.get_all("Requires-Dist") or ()):
-        if (
-            requirement.name == "tensorflow" and tensorflow
-        ):  # in an extra; `tensorflow-cpu` provides it too
-            requirement.name = tensorflow[0]
-        elif requirement.marker is not None:
-            continue
-        version, needed = (
-            installed_version(requirement.name),
-            f"{requirement.name}{requirement.specifier}",
-        )
+    for requirement in _requirements(metadata.get_all("Requires-Dist") or (), tensorflow):
+        version = installed_version(requirement.name)
+        needed = f"{requirement.name}{requirement.specifier}"
         if version is not None and requirement.specifier.contains(version, prereleases=True):
             found.append(f"{requirement.name} {version}")
         else:
@@ -160,30 +150,36 @@ def package_checks(extra: str) -> Iterator[Check]:
     yield Check("packages", OK, ", ".join(found))
 
 
+def _requirements(lines: Iterable[str], tensorflow: Sequence[str]) -> Iterator[Requirement]:
+    """Yields what kmp needs without extras, and TensorFlow under the name that is installed."""
+    for requirement in map(Requirement, lines):
+        if requirement.name == "tensorflow" and tensorflow:  # in an extra
+            requirement.name = tensorflow[0]  # `tensorflow-cpu` provides it too
+            yield requirement
+        elif requirement.marker is None:
+            yield requirement
+
+
 def library_check() -> Check:
     """Checks the CUDA libraries that TensorFlow's extra `and-cuda` installs."""
     package = tensorflow_packages()[0]
     missing = []
     for requirement in map(Requirement, importlib.metadata.requires(package) or ()):
-        if requirement.marker is not None and requirement.marker.evaluate({"extra": "and-cuda"}):
-            version = installed_version(requirement.name)
-            if version is None or version not in requirement.specifier:
-                missing.append(
-                    f"{requirement.name}{requirement.specifier} ({version or 'not installed'})"
-                )
+        if requirement.marker is None or not requirement.marker.evaluate({"extra": "and-cuda"}):
+            continue
+        version = installed_version(requirement.name)
+        if version is None or version not in requirement.specifier:
+            needed = f"{requirement.name}{requirement.specifier}"
+            missing.append(f"{needed} ({version or 'not installed'})")
     if not missing:
         return Check("CUDA libraries", OK, f"those of {package}[and-cuda] are installed")
     fix = f"pip install '{package}[and-cuda]=={installed_version(package)}'"
-    return Check(
-        "CUDA libraries",
-        ERROR,
-        f"TensorFlow sees no GPU, and pip has not installed {', '.join(missing)}",
-        fix,
-    )
+    text = f"TensorFlow sees no GPU, and pip has not installed {', '.join(missing)}"
+    return Check("CUDA libraries", ERROR, text, fix)
 
 
 def tensorflow_packages() -> list[str]:
-    """Returns the names of the installed packages that contain TensorFlow, such as `tensorflow` or `tensorflow-cpu`."""
+    """Returns the names of the installed packages that contain TensorFlow."""
     return sorted(set(importlib.metadata.packages_distributions().get("tensorflow", [])))
 
 
@@ -210,78 +206,74 @@ def gpu_checks(has_driver: bool) -> Iterator[Check]:
     from kmp import bench
 
     build, gpus = tf.sysconfig.get_build_info(), kmp.gpus()
-    if build.get("is_cuda_build"):
-        text = (
-            f"TensorFlow is built with CUDA {build.get('cuda_version')} and cuDNN"
-            f" {build.get('cudnn_version')}"
-        )
-        yield Check("CUDA build", OK, text)
-        if has_driver and not gpus and os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
-            yield Check(
-                "GPU", ERROR, "TensorFlow does not see the GPU", "unset CUDA_VISIBLE_DEVICES"
-            )
-        elif has_driver and not gpus:
-            yield library_check()
-            fix = (
-                "python -c \"import tensorflow as tf; tf.config.list_physical_devices('GPU')\"  #"
-                " logs the reason"
-            )
-            yield Check("GPU", ERROR, "TensorFlow does not see the GPU", fix)
-    elif has_driver:
-        fix = f"pip uninstall -y {' '.join(tensorflow_packages())} && pip install 'kmp[cuda]'"
-        yield Check(
-            "CUDA build", ERROR, "TensorFlow is built without CUDA and cannot use the GPU", fix
-        )
-    else:
-        yield Check("CUDA build", INFO, "TensorFlow is built without CUDA")
+    yield _build_check(build, has_driver)
     if not gpus and not has_driver:
         yield Check("GPU", INFO, "TensorFlow sees none: everything runs on the CPU")
-
-    compiled_for = {name.rstrip("af") for name in build.get("cuda_compute_capabilities", [])}
+    elif not gpus and build.get("is_cuda_build"):
+        yield from _hidden_gpu_checks()
     for gpu in gpus:
-        formats = "Tensor Cores for float16" + (
-            " and bfloat16" if gpu.bfloat16 else ", no bfloat16"
-        )
-        slow = "no Tensor Cores, so float16 saves memory, but hardly any time"
-        yield Check(
-            "GPU",
-            OK if gpu.tensor_cores else WARNING,
-            f"{gpu}: {formats if gpu.tensor_cores else slow}",
-        )
-        major, minor = gpu.compute_capability or (0, 0)
-        # Machine code runs on all later minor versions of its major one.
-        runs = {
-            f"{code}_{major}{lower}" for code in ("sm", "compute") for lower in range(minor + 1)
-        }
-        if compiled_for and not runs & compiled_for:
-            text = (
-                f"TensorFlow has no machine code for {gpu.name}: its first start can take 30"
-                " minutes, or fail"
-            )
-            yield Check(
-                "GPU",
-                WARNING,
-                text,
-                "pip install --upgrade 'tensorflow[and-cuda]'  # or tf-nightly",
-            )
+        yield from _capability_checks(gpu, build.get("cuda_compute_capabilities", []))
 
     with tf.device("GPU:0" if gpus else "CPU:0"):
-        for dtype in (
-            tf.float32,
-            tf.float16,
-        ):  # a product is NVIDIA's kernel, the others are TensorFlow's
+        for dtype in (tf.float32, tf.float16):
             matrix = tf.cast(tf.random.normal((64, 64)), dtype)
+            # The product is NVIDIA's kernel, the others are TensorFlow's.
             tf.exp(matrix @ matrix * matrix).numpy()
     error = bench.measurement.xla_error()
     if error is None:
         yield Check("XLA", OK, "compiles")
     else:
-        yield Check(
-            "XLA",
-            WARNING,
-            f"does not compile: {textwrap.shorten(error, 300)}",
-            "jit_compile=False in compile",
+        text = f"does not compile: {textwrap.shorten(error, 300)}"
+        yield Check("XLA", WARNING, text, "jit_compile=False in compile")
+
+
+def _build_check(build: Mapping[str, Any], has_driver: bool) -> Check:
+    if build.get("is_cuda_build"):
+        cuda, cudnn = build.get("cuda_version"), build.get("cudnn_version")
+        return Check("CUDA build", OK, f"TensorFlow is built with CUDA {cuda} and cuDNN {cudnn}")
+    if not has_driver:
+        return Check("CUDA build", INFO, "TensorFlow is built without CUDA")
+    text = "TensorFlow is built without CUDA and cannot use the GPU"
+    fix = f"pip uninstall -y {' '.join(tensorflow_packages())} && pip install 'kmp[cuda]'"
+    return Check("CUDA build", ERROR, text, fix)
+
+
+def _hidden_gpu_checks() -> Iterator[Check]:
+    """Yields why a build with CUDA does not see the GPU that the driver reports."""
+    text = "TensorFlow does not see the GPU"
+    if os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
+        yield Check("GPU", ERROR, text, "unset CUDA_VISIBLE_DEVICES")
+        return
+    yield library_check()
+    code = "import tensorflow as tf; tf.config.list_physical_devices('GPU')"
+    yield Check("GPU", ERROR, text, f'python -c "{code}"  # logs the reason')
+
+
+def _capability_checks(gpu: Any, compiled_for: Iterable[str]) -> Iterator[Check]:
+    """Checks a GPU's formats, and TensorFlow's machine code for it.
+
+    Args:
+        gpu: A `kmp.policy.Gpu`.
+        compiled_for: The names of the machine codes in TensorFlow, such as `"sm_80"`.
+    """
+    if not gpu.tensor_cores:
+        slow = "no Tensor Cores, so float16 saves memory, but hardly any time"
+        yield Check("GPU", WARNING, f"{gpu}: {slow}")
+    else:
+        more = " and bfloat16" if gpu.bfloat16 else ", no bfloat16"
+        yield Check("GPU", OK, f"{gpu}: Tensor Cores for float16{more}")
+    major, minor = gpu.compute_capability or (0, 0)
+    # Machine code runs on all later minor versions of its major one.
+    versions = [f"{major}{lower}" for lower in range(minor + 1)]
+    runs = {f"{code}_{version}" for code in ("sm", "compute") for version in versions}
+    built = {name.rstrip("af") for name in compiled_for}
+    if built and not runs & built:
+        text = (
+            f"TensorFlow has no machine code for {gpu.name}: its first start can take 30"
+            " minutes, or fail"
         )
+        fix = "pip install --upgrade 'tensorflow[and-cuda]'  # or tf-nightly"
+        yield Check("GPU", WARNING, text, fix)
 
 
 def _measure(console: Console) -> dict[str, Any]:
@@ -305,7 +297,7 @@ def _measure(console: Console) -> dict[str, Any]:
     best = bench.precision.recommend(measured)
     if best is None:
         verdict = f"The speed of mixed precision could not be measured here.{incomplete}"
-        return {"exit_status": BROKEN, "verdict": verdict} | results
+        return {"exit_status": BROKEN, "verdict": verdict, **results}
     option = f"jit_compile={best.jit_compile}"
     if best.policy == "float32":
         status = NOT_FASTER
@@ -323,11 +315,8 @@ def _measure(console: Console) -> dict[str, Any]:
         f" Measured on {device}, with one small model; the speed-up of yours may"
         f" differ.{incomplete}"
     )
-    return {
-        "exit_status": status,
-        "verdict": verdict,
-        "recommended": dataclasses.asdict(best),
-    } | results
+    recommended = dataclasses.asdict(best)
+    return {"exit_status": status, "verdict": verdict, "recommended": recommended, **results}
 
 
 def _measure_environment(console: Console) -> dict[str, Any]:
@@ -367,9 +356,8 @@ def _measure_environment(console: Console) -> dict[str, Any]:
 def _table(measured: Sequence[Any]) -> Table:
     """Returns a table with the throughput of float32, and the ratio to it of each other format."""
     formats = list(dict.fromkeys(result.variant for result in measured))
-    table = Table(
-        "", "mode", formats[0], *(f"{name} \N{MULTIPLICATION SIGN}" for name in formats[1:])
-    )
+    ratios_to_first = [f"{name} \N{MULTIPLICATION SIGN}" for name in formats[1:]]
+    table = Table("", "mode", formats[0], *ratios_to_first)
     for start in range(0, len(measured), len(formats)):
         first, *others = measured[start : start + len(formats)]
         ratios = (f"{result.ratio:.2f}" for result in others)

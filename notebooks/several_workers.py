@@ -1,4 +1,4 @@
-"""Training on several workers in float16, with logs, a backup to resume from, and the model saved by the chief.
+"""Training on several workers in float16, with logs, a backup and a saved model.
 
 Two workers on this machine:
 
@@ -7,7 +7,8 @@ Two workers on this machine:
 Several machines: the same command on each, with a folder that all of them can access. TF_CONFIG
 contains the addresses of all workers and the index of this one:
 
-    export TF_CONFIG='{"cluster": {"worker": ["host0:12345", "host1:12345"]}, "task": {"type": "worker", "index": 0}}'
+    export TF_CONFIG='{"cluster": {"worker": ["host0:12345", "host1:12345"]},
+                       "task": {"type": "worker", "index": 0}}'
 
 If the run is killed, start it again with the same folder. It resumes after the last complete epoch,
 and its result is the same as without the interruption. Needs scikit-learn, for its digits.
@@ -118,7 +119,10 @@ def train(folder: Path, epochs: int) -> None:
 
 
 def start_workers(count: int) -> int:
-    """Starts this script once per worker, and stops all workers if one fails. Returns the exit code."""
+    """Starts this script once per worker, and returns the exit code.
+
+    If one worker fails, all are stopped.
+    """
     with contextlib.ExitStack() as stack:
         sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
         for sock in sockets:

@@ -46,14 +46,17 @@ HAS_GPU = bool(tf.config.list_physical_devices("GPU"))
 
 
 def pytest_collection_finish():
-    """Lets garbage collections skip what is imported and collected, which takes them most of a second."""
+    """Lets garbage collections skip what is imported, which takes most of a second."""
     gc.collect()
     gc.freeze()
 
 
 @pytest.fixture(scope="session")
 def two_replicas():
-    """A strategy with two replicas. All tests share it: TensorFlow mixes up the collectives of two such strategies."""
+    """A strategy with two replicas, which all tests share.
+
+    TensorFlow mixes up the collectives of two such strategies.
+    """
     return tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
 
 
@@ -65,7 +68,10 @@ def one_replica():
 
 @pytest.fixture(autouse=True)
 def clean_state():
-    """Starts each test with the float32 policy and a fixed seed. Removes patches, figures and graphs after it."""
+    """Starts each test with the float32 policy and a fixed seed.
+
+    Removes patches, figures and graphs after it.
+    """
     keras.config.set_dtype_policy("float32")
     keras.utils.set_random_seed(0)
     tf.config.experimental.enable_tensor_float_32_execution(
@@ -174,7 +180,7 @@ def make_replay(examples, loss_scale, loss, float32_loss, is_finite, is_finite_i
 
 
 def without_replays(*args, **arguments):
-    """Returns `kmp.callbacks.defaults` without replays, which take most of the time of a short training."""
+    """Returns `kmp.callbacks.defaults` without replays, which take most of the time."""
     return kmp.callbacks.defaults(*args, **{"replay": False} | arguments)
 
 
@@ -224,7 +230,7 @@ class OverflowsBackward(keras.Layer):
 
 
 def casts_of_optimized(function, arguments, dtype):
-    """Returns the names of the casts to a dtype in the graph of a `tf.function` that Grappler optimized."""
+    """Returns the names of the casts to a dtype in a graph that Grappler optimized."""
     with optimized_graphs() as graphs:
         function(*arguments)
     nodes = [node for graph in graphs for node in graph.node]
@@ -242,7 +248,7 @@ def casts_of_optimized(function, arguments, dtype):
 
 
 def training_rates(float16, bfloat16, xla=1.0):
-    """Returns comparisons as `bench.precision.measure_machine` yields them, with these ratios to float32."""
+    """Returns comparisons as `measure_machine` yields them, with ratios to float32."""
     from kmp.bench import measurement, precision
 
     rates = {"float32": [100.0], "float16": [100.0 * float16], "bfloat16": [100.0 * bfloat16]}
@@ -339,7 +345,10 @@ def values(variables):
 
 
 def assert_trained_alike(actual, expected):
-    """Checks that lists of arrays are bitwise equal, on a GPU but for the order in which its kernels sum."""
+    """Checks that lists of arrays are bitwise equal.
+
+    On a GPU they may differ by the order in which its kernels sum.
+    """
     if not HAS_GPU:
         np.testing.assert_equal([*map(np.asarray, actual)], [*map(np.asarray, expected)])
         return

@@ -1,4 +1,7 @@
-"""Predicts without a GPU where a traced function would run, from the kernels in TensorFlow's CUDA build."""
+"""Predicts without a GPU where a traced function would run.
+
+It uses the kernels in TensorFlow's CUDA build.
+"""
 
 import functools
 from collections import Counter
@@ -6,9 +9,9 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import tensorflow as tf
-from tensorflow.python.framework import (
-    kernels,
-)  # no public API lists registered kernels or the functions of a graph
+
+# No public API lists registered kernels or the functions of a graph.
+from tensorflow.python.framework import kernels
 
 # The attributes that name the functions an operation calls. These functions take the operands of
 # the operation.
@@ -21,11 +24,8 @@ CALLS = {
     "StatelessWhile": ("cond", "body"),
 }
 BRANCHES = ("If", "StatelessIf")
-HANDLES = (
-    tf.resource,
-    tf.variant,
-    tf.string,
-)  # they stay on the host; resources and variants only refer to values
+# They stay on the host; resources and variants only refer to values.
+HANDLES = (tf.resource, tf.variant, tf.string)
 GPU = ("GPU", "DEFAULT")  # "DEFAULT" kernels run on any device
 
 
@@ -58,69 +58,88 @@ class Placement:
 
 
 def place(function, devices=GPU, in_branches=True):
-    """Tracks whether each tensor of a concrete function is in host or device memory, as the kernels require.
+    """Tracks whether each tensor of a concrete function is in host or device memory.
 
-    Without `in_branches`, no branch is taken, as in a finite step that is not sampled.
+    The kernels require one of the two. Without `in_branches`, no branch is taken, as in a finite
+    step that is not sampled.
 
     TensorFlow places an operation on the GPU if it has a kernel there. Many GPU kernels take or
     return int32 in host memory. Constant folding, which may remove some operations, is not taken
     into account.
     """
     placement = Placement()
-    on_host = [tensor.dtype == tf.int32 for tensor in function.graph.inputs]
-    _place(function.graph, on_host, placement, devices, in_branches)
+    inputs_on_host = [tensor.dtype == tf.int32 for tensor in function.graph.inputs]
+    _Tracker(inputs_on_host, placement, devices, in_branches).outputs_of(function.graph)
     return placement
 
 
-def _place(graph, inputs_on_host, placement, devices, in_branches):
-    """Returns for each output whether it is in host memory."""
-    on_host = {
-        tensor.ref(): is_on_host
-        for tensor, is_on_host in zip(graph.inputs, inputs_on_host, strict=True)
-    }
+class _Tracker:
+    """Tracks the tensors of one graph.
 
-    def read_on_host(operation, tensor):
-        if not on_host[tensor.ref()] and tensor.dtype not in HANDLES:
+    Args:
+        inputs_on_host: For each input of the graph, whether it is in host memory.
+        placement: Gets the copies and the operations without a kernel.
+        devices: The devices whose kernels are used.
+        in_branches: Whether branches are taken.
+    """
+
+    def __init__(self, inputs_on_host, placement, devices, in_branches):
+        self.inputs_on_host, self.placement = inputs_on_host, placement
+        self.devices, self.in_branches = devices, in_branches
+        self.on_host = {}
+
+    def outputs_of(self, graph):
+        """Returns for each output of the graph whether it is in host memory."""
+        self._set(graph.inputs, self.inputs_on_host)
+        for operation in graph.get_operations():
+            if operation.type == "Placeholder":
+                continue
+            if operation.type in CALLS:
+                outputs = self._outputs_of_call(operation)
+            elif _is_placed_on_host(operation):
+                for tensor in operation.inputs:
+                    self._read_on_host(operation, tensor)
+                outputs = [True] * len(operation.outputs)
+            else:
+                outputs = self._outputs_of_kernel(operation)
+            self._set(operation.outputs, outputs)
+        return [self.on_host[tensor.ref()] for tensor in graph.outputs]
+
+    def _set(self, tensors, on_host):
+        for tensor, is_on_host in zip(tensors, on_host, strict=True):
+            self.on_host[tensor.ref()] = is_on_host
+
+    def _read_on_host(self, operation, tensor):
+        if not self.on_host[tensor.ref()] and tensor.dtype not in HANDLES:
             shape = None if tensor.shape.rank is None else tuple(tensor.shape)
-            placement.copies[Copy(operation.type, tensor.dtype.name, shape)] += 1
+            self.placement.copies[Copy(operation.type, tensor.dtype.name, shape)] += 1
 
-    for operation in graph.get_operations():
+    def _outputs_of_call(self, operation):
         operands = list(operation.inputs)
-        if operation.type == "Placeholder":
-            continue
-        if operation.type in CALLS:
-            if operation.type in BRANCHES:
-                read_on_host(operation, operands.pop(0))
-            arguments = [on_host[tensor.ref()] for tensor in operands]
-            within = Placement() if operation.type in BRANCHES and not in_branches else placement
-            called = _called_graphs(operation)
-            returned = [_place(each, arguments, within, devices, in_branches) for each in called]
-            results = (
-                returned if operation.type in BRANCHES else returned[-1:]
-            )  # a loop returns its body's outputs
-            outputs = [all(flags) for flags in zip(*results, strict=True)]
-        elif _is_placed_on_host(operation):
-            for tensor in operands:
-                read_on_host(operation, tensor)
-            outputs = [True] * len(operation.outputs)
-        else:
-            if any("func" in attribute.type for attribute in operation.op_def.attr):
-                raise NotImplementedError(
-                    f"Functions called by {operation.type} are not supported."
-                )
-            inputs, outputs = _host_memory_flags(operation, devices)
-            for tensor, is_on_host in zip(operands, inputs, strict=True):
-                if is_on_host:
-                    read_on_host(operation, tensor)
-            if _kernel(operation, devices) is None and operation.type != "NoOp":
-                placement.without_kernel[
-                    operation.type, tuple(tensor.dtype.name for tensor in operands)
-                ] += 1
-        on_host |= {
-            tensor.ref(): is_on_host
-            for tensor, is_on_host in zip(operation.outputs, outputs, strict=True)
-        }
-    return [on_host[tensor.ref()] for tensor in graph.outputs]
+        placement = self.placement
+        is_branch = operation.type in BRANCHES
+        if is_branch:
+            self._read_on_host(operation, operands.pop(0))
+            placement = placement if self.in_branches else Placement()
+        arguments = [self.on_host[tensor.ref()] for tensor in operands]
+        returned = []
+        for graph in _called_graphs(operation):
+            tracker = _Tracker(arguments, placement, self.devices, self.in_branches)
+            returned.append(tracker.outputs_of(graph))
+        results = returned if is_branch else returned[-1:]  # a loop returns its body's outputs
+        return [all(flags) for flags in zip(*results, strict=True)]
+
+    def _outputs_of_kernel(self, operation):
+        if any("func" in attribute.type for attribute in operation.op_def.attr):
+            raise NotImplementedError(f"Functions called by {operation.type} are not supported.")
+        inputs, outputs = _host_memory_flags(operation, self.devices)
+        for tensor, is_on_host in zip(operation.inputs, inputs, strict=True):
+            if is_on_host:
+                self._read_on_host(operation, tensor)
+        if _kernel(operation, self.devices) is None and operation.type != "NoOp":
+            dtypes = tuple(tensor.dtype.name for tensor in operation.inputs)
+            self.placement.without_kernel[operation.type, dtypes] += 1
+        return outputs
 
 
 def _is_placed_on_host(operation):
@@ -140,10 +159,11 @@ def _host_memory_flags(operation, devices):
     definition = operation.op_def
 
     def on_host(arguments):
-        names = [
-            name for argument in arguments for name in [argument.name] * _count(operation, argument)
-        ]
-        return [kernel is None or name in kernel.host_memory_arg for name in names]
+        flags = []
+        for argument in arguments:
+            is_on_host = kernel is None or argument.name in kernel.host_memory_arg
+            flags += [is_on_host] * _count(operation, argument)
+        return flags
 
     return on_host(definition.input_arg), on_host(definition.output_arg)
 

@@ -1,4 +1,4 @@
-"""The model, data and options that are tested in every mode and under every strategy; imports no test."""
+"""The model, data and options that are tested in every mode and strategy."""
 
 import keras
 import numpy as np
@@ -30,9 +30,10 @@ def data():
 
 
 def make_model(option, compiles_step="auto", **mode):
-    """Returns a compiled model with an Embedding, whose gradients are sparse, and Keras' BatchNormalization.
+    """Returns a compiled model with an Embedding and Keras' BatchNormalization.
 
-    `compiles_step` is `jit_compile` of the optimizer, and `mode` are arguments of `compile`.
+    The gradients of the Embedding are sparse. `compiles_step` is `jit_compile` of the optimizer,
+    and `mode` are arguments of `compile`.
     """
     x, words = keras.Input((4,), name="x"), keras.Input((), dtype="int32", name="words")
     joined = keras.layers.Concatenate()(

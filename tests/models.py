@@ -1,4 +1,7 @@
-"""Small float32 models of typical architectures; each function returns a model and a batch for it."""
+"""Small float32 models of typical architectures.
+
+Each function returns a model and a batch for it.
+"""
 
 import keras
 import numpy as np

@@ -1,4 +1,7 @@
-"""One worker of a multi-worker job, configured by TF_CONFIG: `python one_worker.py`; prints results as JSON."""
+"""One worker of a multi-worker job, configured by TF_CONFIG.
+
+`python one_worker.py` prints results as JSON.
+"""
 
 import json
 import os
@@ -120,7 +123,10 @@ class ExtraLogs(keras.Sequential):
 
 
 def fit():
-    """Runs `fit`, `evaluate` and `predict`. Only the chief has loggers: a snapshot must not need the other workers."""
+    """Runs `fit`, `evaluate` and `predict`.
+
+    Only the chief has loggers: a snapshot must not need the other workers.
+    """
     kmp.enable()
     model = make_model(ExtraLogs)
     with STRATEGY.scope():

@@ -1,4 +1,4 @@
-"""Dynamic loss scaling in plain Python, implemented from the published papers without importing kmp."""
+"""Dynamic loss scaling in plain Python, from the published papers, without kmp."""
 
 import struct
 

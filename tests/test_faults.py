@@ -1,4 +1,4 @@
-"""The table of faults in docs/faults.md: each is run with Keras' LossScaleOptimizer and with kmp's."""
+"""The table of faults in docs/faults.md, with Keras' LossScaleOptimizer and with kmp's."""
 
 import contextlib
 
@@ -15,7 +15,7 @@ OPTIMIZERS = {"keras": keras.optimizers.LossScaleOptimizer, "kmp": kmp.LossScale
 
 @pytest.fixture(params=OPTIMIZERS)
 def library(request):
-    """The library of the loss scale optimizer: `"keras"`, which `compile` uses without `enable`, or `"kmp"`."""
+    """The library of the loss scale optimizer: `"keras"`, without `enable`, or `"kmp"`."""
     keras.config.set_dtype_policy("mixed_float16")
     if request.param == "kmp":
         kmp.enable()

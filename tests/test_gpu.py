@@ -45,7 +45,10 @@ def jit_compile(request):
 
 @pytest.fixture
 def profile_on_gpu(tmp_path):
-    """Returns a function that runs another and counts its GPU events: kernels and copies, by name and size in bytes."""
+    """Returns a function that runs another and counts its GPU events.
+
+    These are kernels and copies, by name and size in bytes.
+    """
     # No public API reads a profile.
     from tensorflow.tsl.profiler.protobuf import xplane_pb2
 
@@ -94,7 +97,7 @@ LAYERS = {
 
 
 def gradient_function(layer, jit_compile=False):
-    """Returns a function that computes the gradients of a loss with respect to the inputs and the weights."""
+    """Returns a function for the gradients of a loss by the inputs and the weights."""
 
     @tf.function(jit_compile=jit_compile, autograph=False)
     def run(x):
@@ -255,7 +258,8 @@ def test_model_saved_on_the_gpu_loads_without_one(tmp_path):
         assert not tf.config.list_physical_devices("GPU")
         model = keras.models.load_model({str(tmp_path / "model.keras")!r})
         print(int(model.optimizer.snapshot().step), float(model.optimizer.snapshot().loss_scale))
-        np.save({str(tmp_path / "predicted.npy")!r}, model.predict(np.load({str(tmp_path / "x.npy")!r}), verbose=0))
+        predicted = model.predict(np.load({str(tmp_path / "x.npy")!r}), verbose=0)
+        np.save({str(tmp_path / "predicted.npy")!r}, predicted)
         """
     np.save(tmp_path / "x.npy", x)
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": ""}

@@ -193,7 +193,10 @@ def test_products_lower_to_float16_and_sensitive_operations_to_float32():
 
 
 def lowered(function, *arguments):
-    """Returns the HLO for a GPU. Variables cannot be lowered without a GPU, so functions must take their values."""
+    """Returns the HLO for a GPU.
+
+    Variables cannot be lowered without a GPU, so functions must take their values.
+    """
     compiled = tf.function(function, jit_compile=True, autograph=False)
     return compiled.experimental_get_compiler_ir(*arguments)(stage="hlo", platform_name="GPU")
 

@@ -37,7 +37,10 @@ NUMBER = re.compile(
 
 
 def numbers(text):
-    """Yields `(number, values)` for each number in a text: 2^-24, $2^{-24}$ and 2.0**-24 have the same value."""
+    """Yields `(number, values)` for each number in a text.
+
+    2^-24, $2^{-24}$ and 2.0**-24 have the same value.
+    """
     for match in NUMBER.finditer(SEPARATORS.sub("", text.replace("**", "^"))):
         number, exponent, percent = match.groups()
         value = float(number) ** int(exponent or 1)
@@ -99,7 +102,10 @@ def test_number_that_is_in_no_output_is_found(output, prose, missing):
 
 
 def output_types(notebook):
-    """Returns the sequence of output types of each cell; consecutive outputs of the same type are merged."""
+    """Returns the sequence of output types of each cell.
+
+    Consecutive outputs of the same type are merged.
+    """
     cells = [cell for cell in notebook.cells if cell.cell_type == "code"]
     types = [
         [output.output_type for output in cell.outputs if output.get("name") != "stderr"]

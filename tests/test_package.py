@@ -22,7 +22,10 @@ MODULES = [
 
 
 def python(code, **environment):
-    """Runs code in a fresh interpreter; returns what it wrote to standard error, or to output if it succeeded."""
+    """Runs code in a fresh interpreter.
+
+    Returns what it wrote to standard error, or to output if it succeeded.
+    """
     done = subprocess.run(
         [sys.executable, "-c", code],
         capture_output=True,

@@ -69,7 +69,6 @@ def test_example_runs_as_it_stands(tmp_path, monkeypatch):
         ("loss-scale", "## Arguments", kmp.LossScaleOptimizer),
         ("callbacks", "# Callbacks and logs", callbacks.defaults),
         ("callbacks", "share these arguments:", callbacks.LossScaleLogger),
-        ("diagnose", "## Stuck training", callbacks.StuckDetector),
     ],
 )
 def test_table_of_arguments_has_those_of_the_signature_and_their_defaults(page, heading, function):
@@ -125,25 +124,21 @@ def test_every_public_name_is_documented():
         "LossScaleLogger",
         "OverflowCounter",
         "GradientHistogram",
-        "StuckDetector",
+        "Monitor",
         "kmp.callbacks.defaults(",
     ]
     assert [name for name in names if name not in GUIDE] == []
 
 
 def test_first_page_of_the_guide_links_to_each_page():
-    linked = [
-        cells[-1].partition("(guide/")[2].removesuffix(".md)")
-        for cells in rows_of("# Guide", FIRST_PAGE)
-    ]
+    linked = re.findall(r"\(guide/([^)]*)\.md\)", FIRST_PAGE)
     assert sorted(linked) == sorted(GUIDE_PAGES)
 
 
-@pytest.mark.parametrize("name", GUIDE_PAGES)
-def test_page_of_the_guide_is_short_and_starts_with_an_example(name):
-    page = GUIDE_PAGES[name]
-    assert page.count("\n") <= 150
-    assert name == "questions" or "```" in page.split("\n## ")[0].split("\n| ")[0]
+@pytest.mark.parametrize("name", [*GUIDE_PAGES.keys() - {"questions"}, "errors"])
+def test_page_of_the_guide_starts_with_the_code_to_copy(name):
+    page = GUIDE_PAGES.get(name) or (ROOT / "docs" / "errors.md").read_text(encoding="utf-8")
+    assert "```" in page.split("\n## ")[0].split("\n| ")[0]
 
 
 def test_chinese_page_has_the_same_code_tables_and_links():
@@ -175,7 +170,7 @@ def test_chinese_page_has_the_same_code_tables_and_links():
 
 
 def anchor(heading):
-    """What a heading is linked by: in lower case, with dashes for blanks and without punctuation."""
+    """What a heading is linked by: lower case, dashes for blanks, no punctuation."""
     return re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
 
 

@@ -1,4 +1,7 @@
-"""The documentation site, built as `mkdocs build --strict` does: a broken link or reference is an error."""
+"""The documentation site, built as `mkdocs build --strict` does.
+
+A broken link or reference is an error.
+"""
 
 import inspect
 import os

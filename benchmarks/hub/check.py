@@ -29,7 +29,10 @@ STEPS = 30
 
 
 def check(name):
-    """Compares a model in float32 with the same weights in float16: by Keras, by `kmp.enable` and by `kmp.convert`."""
+    """Compares a model in float32 with the same weights in float16.
+
+    float16 by Keras, by `kmp.enable` and by `kmp.convert`.
+    """
     model = built(name)
     perturb(model)
     inputs = inputs_of(name, model)
@@ -54,7 +57,11 @@ def check(name):
 
 
 def in_float16(name, mode, model, inputs, expected):
-    """Returns the error of the outputs, losses of a short training, and whether the model is the same once loaded."""
+    """Returns what a model does in a mode.
+
+    The error of the outputs, losses of a short training, and whether the model is the same once
+    loaded.
+    """
     result = {}
     try:
         candidate = kmp.convert(model) if mode == "convert" else built(name, mode)
@@ -88,7 +95,10 @@ def built(name, mode=None):
 
 
 def perturb(model):
-    """Adds noise to the weights: where an initializer is zero, nothing behind it would be computed."""
+    """Adds noise to the weights.
+
+    Where an initializer is zero, nothing behind it would be computed.
+    """
     random = np.random.default_rng(0)
     for variable in model.trainable_variables:
         noise = random.normal(scale=0.1, size=variable.shape)
@@ -102,7 +112,10 @@ def outputs_of(model, inputs):
 
 
 def relative_error(outputs, expected):
-    """Returns the norm of the difference divided by the norm of the expected values; `None` if it is not finite."""
+    """Returns the norm of the difference, relative to that of the expected values.
+
+    It is `None` if it is not finite.
+    """
     actual, target = (
         np.concatenate([array.ravel() for array in arrays]) for arrays in (outputs, expected)
     )
@@ -111,7 +124,10 @@ def relative_error(outputs, expected):
 
 
 def error_once_loaded(model, inputs, outputs):
-    """Saves a model and loads it under the policy: Keras does not save those of sublayers that code creates."""
+    """Saves a model and loads it under the policy.
+
+    Keras does not save the policies of sublayers that code creates.
+    """
     is_float16 = bool({"float16", "bfloat16"} & kmp.backend.compute_dtypes(model))
     with (
         tempfile.TemporaryDirectory() as folder,
@@ -126,7 +142,9 @@ def error_once_loaded(model, inputs, outputs):
 
 
 def losses_of(model, inputs, scale_loss=None):
-    """Trains on fixed random targets, returns the mean squared error before and after, and restores the weights.
+    """Trains on fixed random targets, and returns the mean squared error before and after.
+
+    The weights are restored.
 
     Args:
         model: The model.
@@ -167,7 +185,7 @@ def losses_of(model, inputs, scale_loss=None):
 
 @contextlib.contextmanager
 def collected_messages():
-    """Collects the first line of each warning, and of what kmp logs above the level of information."""
+    """Collects the first line of each warning, and of what kmp logs above information."""
     messages = set()
     handler = logging.Handler(logging.WARNING)
     handler.emit = lambda record: messages.add(record.getMessage().splitlines()[0])

@@ -12,9 +12,10 @@ MAX_ERROR = 0.03  # relative; 60 times the rounding error of one float16 operati
 MODES = ("keras", "enable", "convert")  # Keras' mixed_float16, `kmp.enable()`, `kmp.convert(model)`
 _START = "## All models\n"
 _COLUMNS = """
-- `Keras`, `enable`, `convert`: the relative error (L2 norm) of the outputs against float32 with Keras' `mixed_float16`,
-  `kmp.enable()` and `kmp.convert(model)`; `NaN` if an output is not finite, `raises` for an error, `does not train` if
-  the loss does not fall at least half as far as in float32.
+- `Keras`, `enable`, `convert`: the relative error (L2 norm) of the outputs against float32 with
+  Keras' `mixed_float16`, `kmp.enable()` and `kmp.convert(model)`; `NaN` if an output is not finite,
+  `raises` for an error, `does not train` if the loss does not fall at least half as far as in
+  float32.
 - loss: the mean squared error against random targets before and after 30 steps.
 - largest: the largest magnitude that a layer returns in float32. float16 ends at 65504.
 - kept: the layers and operations that `convert` keeps in float32, of all.
@@ -25,7 +26,7 @@ _COLUMNS = """
 
 
 def works(result, mode):
-    """Whether the outputs are close to those in float32, and the loss falls at least half as far."""
+    """Whether outputs are close to float32's, and the loss falls at least half as far."""
     candidate = result[mode]
     if "raises" in candidate or candidate["error"] is None or candidate["error"] > MAX_ERROR:
         return False

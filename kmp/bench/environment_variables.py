@@ -35,11 +35,13 @@ def measure_environment() -> list[Measurement]:
         MeasurementError: If a process fails.
     """
     rates = {NONE: _rates_with({})}
-    rates |= {_line(variables): _rates_with(variables) for variables in (THREADS, PERSISTENT)}
+    for variables in (THREADS, PERSISTENT):
+        rates[_line(variables)] = _rates_with(variables)
     measured = _compared(rates)
     if all(_ratio(result) >= FASTER for result in measured[1:]):
-        everything = THREADS | PERSISTENT
-        measured = _compared(rates | {_line(everything): _rates_with(everything)})
+        everything = {**THREADS, **PERSISTENT}
+        rates[_line(everything)] = _rates_with(everything)
+        measured = _compared(rates)
     return measured
 
 

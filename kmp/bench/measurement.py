@@ -1,6 +1,7 @@
-"""Time and memory measurements. The variants of a comparison run alternately, so that other load slows all of them.
+"""Time and memory measurements.
 
-Memory and large networks are measured in a separate process for each variant, one after another.
+The variants of a comparison run alternately, so that other load slows all of them. Memory and
+large networks are measured in a separate process for each variant, one after another.
 """
 
 import multiprocessing
@@ -29,9 +30,8 @@ class MeasurementError(RuntimeError):
 def xla_error() -> str | None:
     """Returns why XLA cannot compile a function on this machine; `None` if it can."""
     try:
-        tf.function(tf.exp, jit_compile=True, autograph=False)(
-            tf.ones(8)
-        ).numpy()  # a number would be a constant
+        compiled = tf.function(tf.exp, jit_compile=True, autograph=False)
+        compiled(tf.ones(8)).numpy()  # a number would be a constant
     except (tf.errors.OpError, NotImplementedError) as reason:
         return str(reason)
     return None
@@ -69,35 +69,44 @@ class Measurement:
 def comparison(
     section: str, case: str, mode: str, values: Mapping[str, Sequence[float]], unit: str = "s"
 ) -> list[Measurement]:
-    """Returns the medians of the values of each variant, one per round, and the ratios to the first variant."""
+    """Returns the medians of each variant over the rounds, and the ratios to the first variant."""
     first = next(iter(values.values()))
-
-    def spread(numbers: Sequence[float]) -> Range | None:
-        return (min(numbers), max(numbers)) if len(numbers) > 1 else None
-
     results = []
     for variant, own in values.items():
-        has_ratios = own is not first and all(first)
-        ratios = (
-            [value / base for value, base in zip(own, first, strict=True)] if has_ratios else []
+        ratios = []
+        if own is not first and all(first):
+            ratios = [value / base for value, base in zip(own, first, strict=True)]
+        result = Measurement(
+            section,
+            case,
+            mode,
+            variant,
+            value=statistics.median(own),
+            unit=unit,
+            ratio=statistics.median(ratios) if ratios else None,
+            value_range=_spread(own),
+            ratio_range=_spread(ratios),
         )
-        ratio, median = statistics.median(ratios) if ratios else None, statistics.median(own)
-        results.append(
-            Measurement(
-                section, case, mode, variant, median, unit, ratio, spread(own), spread(ratios)
-            )
-        )
+        results.append(result)
     return results
+
+
+def _spread(numbers: Sequence[float]) -> Range | None:
+    return (min(numbers), max(numbers)) if len(numbers) > 1 else None
 
 
 def alternate(
     functions: Mapping[_Name, Callable[[], _Result]], rounds: int
 ) -> dict[_Name, list[_Result]]:
-    """Returns what each function returned in each round, which calls every function once, after a warm-up round."""
-    results = [
-        {name: function() for name, function in functions.items()} for _ in range(rounds + 1)
-    ][1:]
-    return {name: [own[name] for own in results] for name in functions}
+    """Calls every function once in each round, and returns what each returned.
+
+    A warm-up round comes first, whose results are dropped.
+    """
+    results: dict[_Name, list[_Result]] = {name: [] for name in functions}
+    for _ in range(rounds + 1):
+        for name, function in functions.items():
+            results[name].append(function())
+    return {name: own[1:] for name, own in results.items()}
 
 
 def seconds_per_call(function: Callable[[], Any], calls: int = 1) -> float:
@@ -129,13 +138,16 @@ def in_new_process(function: Callable[..., _Result], *args: Any) -> _Result:
 
 
 def reset_peak_memory() -> None:
-    """Resets the peak of GPU memory to what is in use now. The peak of host memory cannot be reset."""
+    """Resets the peak of GPU memory to what is in use now.
+
+    The peak of host memory cannot be reset.
+    """
     if tf.config.list_physical_devices("GPU"):
         tf.config.experimental.reset_memory_stats("GPU:0")
 
 
 def peak_memory() -> int:
-    """Returns the peak memory of this process in bytes: on the first GPU, or on the host if there is none.
+    """Returns the peak memory of this process in bytes: on the first GPU, or else on the host.
 
     It is `VmHWM` of `/proc/self/status`: `ru_maxrss` also covers the process that started this one.
     """

@@ -50,7 +50,12 @@ def mlp(width: int, batch: int = 128) -> Task:
 
 
 def convolutional(channels: int, batch: int = 32) -> Task:
-    """Returns a task for three convolutions with BatchNormalization, the first with a number of channels."""
+    """Returns a task for three convolutions with BatchNormalization.
+
+    Args:
+        channels: The channels of the first one; each has twice as many as the one before.
+        batch: Images per batch.
+    """
     x = np.random.default_rng(0).normal(size=(batch, 32, 32, 3)).astype("float32")
 
     def build() -> keras.Model:
@@ -73,14 +78,13 @@ def transformer(width: int, batch: int = 8) -> Task:
         tokens = keras.Input((length,), dtype="int32")
         hidden = keras.layers.Embedding(vocabulary, width)(tokens)
         normed = keras.layers.LayerNormalization()(hidden)
-        hidden = hidden + keras.layers.MultiHeadAttention(4, width // 4)(
-            normed, normed, use_causal_mask=True
-        )
-        expanded = keras.layers.Dense(4 * width, activation="gelu")(
-            keras.layers.LayerNormalization()(hidden)
-        )
+        attention = keras.layers.MultiHeadAttention(4, width // 4)
+        hidden = hidden + attention(normed, normed, use_causal_mask=True)
+        normed = keras.layers.LayerNormalization()(hidden)
+        expanded = keras.layers.Dense(4 * width, activation="gelu")(normed)
         hidden = hidden + keras.layers.Dense(width)(expanded)
-        return keras.Model(tokens, layers.Softmax()(keras.layers.Dense(vocabulary)(hidden)))
+        logits = keras.layers.Dense(vocabulary)(hidden)
+        return keras.Model(tokens, layers.Softmax()(logits))
 
     return Task(build, x, np.roll(x, -1, axis=1), "tokens/s", batch * length)
 
@@ -92,44 +96,47 @@ def resnet50(batch: int, side: int) -> Task:
     def build() -> keras.Model:
         images = keras.Input((side, side, 3))
         scaled = keras.layers.Rescaling(1 / 127.5, offset=-1.0)(images)
-        logits = keras.applications.ResNet50(
-            weights=None, input_tensor=scaled, classifier_activation=None
-        ).output
-        return keras.Model(images, layers.Softmax()(logits))
+        options = {"weights": None, "classifier_activation": None}
+        network = keras.applications.ResNet50(input_tensor=scaled, **options)
+        return keras.Model(images, layers.Softmax()(network.output))
 
     x = random.integers(0, 256, (batch, side, side, 3), dtype="uint8")
     return Task(build, x, random.integers(0, 1000, batch), "images/s", batch)
 
 
 def bert(batch: int, length: int) -> Task:
-    """Returns a task for BERT-base, 12 blocks of width 768 with 12 heads, with a classifier and without dropout."""
+    """Returns a task for BERT-base with a classifier, without dropout.
+
+    It has 12 blocks of width 768 with 12 heads.
+    """
     vocabulary, width, random = 30522, 768, np.random.default_rng(0)
 
     def build() -> keras.Model:
         tokens = keras.Input((length,), dtype="int32")
         positions = keras.ops.cumsum(keras.ops.ones_like(tokens), axis=1) - 1
-        hidden = keras.layers.Embedding(vocabulary, width)(tokens) + keras.layers.Embedding(
-            length, width
-        )(positions)
+        of_tokens = keras.layers.Embedding(vocabulary, width)(tokens)
+        of_positions = keras.layers.Embedding(length, width)(positions)
+        hidden = of_tokens + of_positions
         hidden = keras.layers.LayerNormalization(epsilon=1e-6)(hidden)
         for _ in range(12):
             attended = keras.layers.MultiHeadAttention(12, width // 12)(hidden, hidden)
             hidden = keras.layers.LayerNormalization(epsilon=1e-6)(hidden + attended)
             expanded = keras.layers.Dense(4 * width, activation="gelu")(hidden)
-            hidden = keras.layers.LayerNormalization(epsilon=1e-6)(
-                hidden + keras.layers.Dense(width)(expanded)
-            )
+            projected = keras.layers.Dense(width)(expanded)
+            hidden = keras.layers.LayerNormalization(epsilon=1e-6)(hidden + projected)
         pooled = keras.layers.Dense(width, activation="tanh")(hidden[:, 0])
-        return keras.Model(tokens, layers.Softmax()(keras.layers.Dense(2)(pooled)))
+        logits = keras.layers.Dense(2)(pooled)
+        return keras.Model(tokens, layers.Softmax()(logits))
 
     tokens = random.integers(0, vocabulary, (batch, length))
     return Task(build, tokens, np.arange(batch) % 2, "tokens/s", batch * length)
 
 
 def compiled_model(task: Task, policy: str, scaling: str, mode: str) -> keras.Model:
-    """Returns a new compiled model of a task, with `BARE`, `KERAS` or `OURS` as scaling, in one of `MODES`.
+    """Returns a new compiled model of a task.
 
-    In 16 bits, it has the fused normalization of `kmp.enable`, unless the scaling is that of Keras.
+    Scaling is `BARE`, `KERAS` or `OURS`; the mode is one of `MODES`. In 16 bits, the model has the
+    fused normalization of `kmp.enable`, unless the scaling is that of Keras.
     """
     with global_policy(policy):
         model = task.build()
@@ -138,9 +145,9 @@ def compiled_model(task: Task, policy: str, scaling: str, mode: str) -> keras.Mo
             layers.fuse_normalization(layer)
     optimizer: keras.optimizers.Optimizer = keras.optimizers.Adam(1e-4)
     if scaling != BARE:
-        optimizer = (
-            keras.optimizers.LossScaleOptimizer if scaling == KERAS else LossScaleOptimizer
-        )(optimizer)
+        keras_class = keras.optimizers.LossScaleOptimizer
+        wrap = keras_class if scaling == KERAS else LossScaleOptimizer
+        optimizer = wrap(optimizer)
     options = {"jit_compile": MODES[mode], "auto_scale_loss": False}
     model.compile(optimizer, "sparse_categorical_crossentropy", **options)
     if scaling == OURS:
@@ -163,7 +170,7 @@ class _StepTimer(keras.callbacks.Callback):
 def timed_training(
     model: keras.Model, task: Task, steps: int, callbacks: Sequence[keras.callbacks.Callback] = ()
 ) -> Callable[[], float]:
-    """Returns a function that continues the training with `fit` and returns the mean seconds of a step."""
+    """Returns a function that continues the training and returns the mean seconds of a step."""
     data = tf.data.Dataset.from_tensors((task.x, task.y)).cache().repeat()
     timer = _StepTimer()
 

@@ -1,4 +1,4 @@
-"""What each precision gains here: of a matrix product and a convolution, of small models, and of large networks."""
+"""What each precision gains here: in operations, small models and large networks."""
 
 import gc
 import math
@@ -71,42 +71,43 @@ def first_gpu() -> Gpu | None:
 
 
 def usable(variants: Mapping[str, Variant]) -> dict[str, Variant]:
-    """Returns the variants that differ here. A GPU without bfloat16 has no TF32: both came with capability 8.0."""
+    """Returns the variants that differ here.
+
+    A GPU without bfloat16 has no TF32: both came with compute capability 8.0.
+    """
     gpu = first_gpu()
-    has_bfloat16 = gpu is not None and gpu.bfloat16
-    return {
-        name: variant
-        for name, variant in variants.items()
-        if (variant.tensor_float_32 or has_bfloat16)
-        and (variant.policy != "mixed_bfloat16" or has_bfloat16 or gpu is None)
-    }
+    has_tf32 = gpu is not None and gpu.bfloat16
+    has_bfloat16 = gpu is None or gpu.bfloat16
+    found = dict(variants)
+    for name, variant in variants.items():
+        needs_tf32 = not variant.tensor_float_32
+        needs_bfloat16 = variant.policy == "mixed_bfloat16"
+        if (needs_tf32 and not has_tf32) or (needs_bfloat16 and not has_bfloat16):
+            del found[name]
+    return found
 
 
 def measure(
-    only: Sequence[str] = (),
-    is_quick: bool = False,
-    mode: str | None = None,
-    batch: int | None = None,
+    only: Sequence[str] = (), is_quick: bool = False, batch: int | None = None
 ) -> Iterator[list[Measurement]]:
-    """Measures what each precision gains on this machine, and yields each comparison when it is done.
+    """Measures what each precision gains here, and yields each comparison when it is done.
 
     Args:
         only: Names in `PARTS`; all of them on a GPU if empty, and `"precision"` on a CPU or if it
             has to be quick.
         is_quick: Whether to measure fewer steps and rounds, and under XLA only.
-        mode: One of `MODES`, to train in this one only.
         batch: Batch size of the large networks; `None` for their defaults.
     """
-    modes = [mode] if mode else ["XLA"] if is_quick else list(MODES)
+    modes = ["XLA"] if is_quick else list(MODES)
     for part in parts_of(only, is_quick):
         if part == "precision":
+            steps, rounds = (20, 2) if is_quick else (250, 5)
             yield from measure_operations()
-            yield from measure_small_models(modes, *((20, 2) if is_quick else (250, 5)))
-        else:
-            for each in modes:
-                yield from measure_network(
-                    NETWORKS[part], each, batch, *((2, 1) if is_quick else (20, 3))
-                )
+            yield from measure_small_models(modes, steps, rounds)
+            continue
+        steps, rounds = (2, 1) if is_quick else (20, 3)
+        for mode in modes:
+            yield from measure_network(NETWORKS[part], mode, batch, steps, rounds)
 
 
 def parts_of(only: Sequence[str], is_quick: bool) -> Sequence[str]:
@@ -118,9 +119,11 @@ def measure_machine() -> Iterator[list[Measurement]]:
     """Measures both operations and the training of a transformer block, in less than a minute."""
     yield from measure_operations()
     gpu = first_gpu()
-    # On a GPU the arithmetic takes longer than the launches of the kernels: 2.6 TFLOP a step from
-    # compute capability 8.0, 1.3 TFLOP below, about 3 GB.
-    width, batch = (2048, 128 if gpu.bfloat16 else 64) if gpu else (64, 8)
+    width, batch = 64, 8
+    if gpu:
+        # The arithmetic takes longer than the launches of the kernels: 2.6 TFLOP a step from
+        # compute capability 8.0, 1.3 TFLOP below, about 3 GB.
+        width, batch = 2048, 128 if gpu.bfloat16 else 64
     for mode in MODES if xla_error() is None else ["graph"]:
         case = f"transformer block, {batch} x 64 x {width}"
         yield measure_training(case, models.transformer(width, batch), mode, 4, 3)
@@ -164,13 +167,12 @@ def _throughput(
     dtype: str,
     calls: int,
 ) -> Callable[[], float]:
-    """Returns a function that runs a product or convolution several times and returns the GFLOP/s."""
+    """Returns a function that runs an operation several times and returns the GFLOP/s."""
     scale = math.prod(weights_shape[:-1]) ** -0.5  # keeps the magnitude of `x`
     x = tf.cast(tf.random.normal(x_shape), dtype)
     weights = tf.cast(tf.random.normal(weights_shape) * scale, dtype)
-    operations = (
-        2 * calls * math.prod(x_shape[:-1]) * math.prod(weights_shape)
-    )  # each row or pixel meets all weights
+    # Each row or pixel meets all weights.
+    operations = 2 * calls * math.prod(x_shape[:-1]) * math.prod(weights_shape)
 
     # One call runs all of them, each on the result of the one before: a call from Python takes
     # longer than a product on a fast GPU, and TensorFlow would compute equal products only once.
@@ -192,30 +194,27 @@ def measure_training(
 ) -> list[Measurement]:
     """Measures the training of a task's model in each format."""
     gc.collect()  # Keras' models are reference cycles, and the next ones need the memory
-    functions = {
-        name: timed_training(
-            compiled_model(task, variant.policy, variant.scaling, mode), task, steps
-        )
-        for name, variant in usable(FORMATS).items()
-    }
-    seconds = alternate(functions, rounds)
-    rates = {name: [task.units / step for step in own] for name, own in seconds.items()}
+    functions = {}
+    for name, variant in usable(FORMATS).items():
+        model = compiled_model(task, variant.policy, variant.scaling, mode)
+        functions[name] = timed_training(model, task, steps)
+    rates = {}
+    for name, seconds in alternate(functions, rounds).items():
+        rates[name] = [task.units / step for step in seconds]
     return comparison(TRAINING, case, mode, rates, task.unit)
 
 
 def task_of(name: str, batch: int | None = None) -> Task:
-    """Returns the task of a network in `NETWORKS`, by default with a batch that fits 16 GB; a small one on a CPU."""
-    if gpus():
-        return (
-            models.resnet50(batch or 64, side=224)
-            if name == "ResNet-50"
-            else models.bert(batch or 32, length=128)
-        )
-    return (
-        models.resnet50(batch or 8, side=64)
-        if name == "ResNet-50"
-        else models.bert(batch or 8, length=32)
-    )
+    """Returns the task of a network in `NETWORKS`, a small one on a CPU.
+
+    The default batch on a GPU fits 16 GB.
+    """
+    has_gpu = bool(gpus())
+    if name == "ResNet-50":
+        images, side = (64, 224) if has_gpu else (8, 64)
+        return models.resnet50(batch or images, side)
+    sequences, length = (32, 128) if has_gpu else (8, 32)
+    return models.bert(batch or sequences, length)
 
 
 def measure_network(
@@ -239,10 +238,11 @@ def measure_network(
 def train_network(
     variant: Variant, name: str, mode: str, batch: int | None, steps: int, rounds: int
 ) -> tuple[list[float], int]:
-    """Returns the seconds of a step for each round, and the bytes that the training adds to the peak memory.
+    """Returns the seconds of a step for each round, and the bytes that the training takes.
 
-    Call it in a new process: on the host the peak covers all that the process has held. On a GPU
-    the peak starts after the first steps, which try algorithms that need more memory.
+    These are what it adds to the peak memory of the process. Call it in a new process: on the host
+    the peak covers all that the process has held. On a GPU the peak starts after the first steps,
+    which try algorithms that need more memory.
     """
     with tensor_float_32(variant.tensor_float_32), tempfile.TemporaryDirectory() as folder:
         warm_up = models.mlp(256)  # excludes what happens once per process
@@ -251,10 +251,10 @@ def train_network(
         before = peak_memory()
         task = task_of(name, batch)
         model = compiled_model(task, variant.policy, variant.scaling, mode)
+        loggers = []
         if variant.has_callbacks:
-            train = timed_training(model, task, max(steps, _INTERVAL), callbacks.defaults(folder))
-        else:
-            train = timed_training(model, task, steps)
+            loggers, steps = callbacks.defaults(folder), max(steps, _INTERVAL)
+        train = timed_training(model, task, steps, loggers)
         train()
         reset_peak_memory()
         return [train() for _ in range(rounds)], peak_memory() - before
@@ -276,25 +276,25 @@ class Recommendation:
 
 
 def recommend(results: Sequence[Measurement]) -> Recommendation | None:
-    """Returns the policy and mode to train with: the simplest of which the fastest is less than 1.1 times as fast.
+    """Returns the simplest policy and mode of which the fastest is less than 1.1 times as fast.
 
     float32 is simpler than bfloat16, bfloat16 than float16, which needs a loss scale, and each is
     simpler without XLA. A format of 16 bits is at least 1.1 times as fast as float32 in its faster
     mode. Without a measured training step, returns `None`.
     """
-    simplest_first = ("float32", "bfloat16", "float16")
-    rates = {
-        (simplest_first.index(result.variant), MODES[result.mode]): result.value
-        for result in results
-        if result.section == TRAINING and result.variant in simplest_first
-    }
-    if not rates:
+    trainings = [result for result in results if result.section == TRAINING]
+    if not trainings:
         return None
-    in_float32 = max(rate for (index, _), rate in rates.items() if index == 0)
-    worthwhile = [key for key, rate in rates.items() if key[0] == 0 or rate >= _FASTER * in_float32]
-    index, jit_compile = next(
-        key for key in sorted(worthwhile) if _FASTER * rates[key] > max(rates.values())
-    )
-    return Recommendation(
-        FORMATS[simplest_first[index]].policy, jit_compile, rates[index, jit_compile] / in_float32
-    )
+    fastest = max(result.value for result in trainings)
+    in_float32 = max(result.value for result in trainings if result.variant == "float32")
+    candidates = [result for result in trainings if _FASTER * result.value > fastest]
+    for best in sorted(candidates, key=_complexity):
+        speedup = best.value / in_float32
+        if best.variant == "float32" or speedup >= _FASTER:
+            return Recommendation(FORMATS[best.variant].policy, MODES[best.mode], speedup)
+    return None
+
+
+def _complexity(result: Measurement) -> tuple[int, bool]:
+    simplest_first = ("float32", "bfloat16", "float16")
+    return simplest_first.index(result.variant), MODES[result.mode]

@@ -32,9 +32,8 @@ def run(
     # Other processes share the GPU with this one. By default TensorFlow reserves all of its memory
     # for one process.
     os.environ.setdefault("TF_FORCE_GPU_ALLOW_GROWTH", "true")
-    tf.get_logger().setLevel(
-        logging.ERROR
-    )  # it warns about frequent retracing, which is done on purpose
+    # It warns about frequent retracing, which is done on purpose.
+    tf.get_logger().setLevel(logging.ERROR)
     machine = header()
     for name, value in machine.items():
         console.print(f"{name}: {value}", highlight=False, markup=False)
@@ -45,9 +44,8 @@ def run(
         console.print(_table(compared))
         results += compared
         if json_file:
-            atomic_files.write_json(
-                json_file, machine | {"results": [asdict(result) for result in results]}
-            )
+            written = [asdict(result) for result in results]
+            atomic_files.write_json(json_file, {**machine, "results": written})
 
 
 def header() -> dict[str, str]:
@@ -65,24 +63,22 @@ def header() -> dict[str, str]:
 
 
 def _table(compared: Sequence[Measurement]) -> Table:
-    """Returns a table with a row for each variant: the median, and its ratio to the first with the range."""
+    """Returns a table with the median of each variant, and its ratio to the first one."""
     first = compared[0]
     title = ", ".join(filter(None, (f"{first.section}: {first.case}", first.mode)))
     table = Table("", "median", "ratio (range)", title=title, title_justify="left")
     for result in compared:
-        if result.unit == "B":
-            is_large = result.value >= 2**20 or not result.value
-            amount = (
-                f"{result.value / 2**20:.0f} MiB" if is_large else f"{result.value / 2**10:.1f} KiB"
-            )
-        elif result.unit == "s":
-            amount = (
-                f"{result.value:.2f} s" if result.value >= 1 else f"{result.value * 1e3:.2f} ms"
-            )
-        else:
-            amount = f"{result.value:,.0f} {result.unit}"
         ratio = "" if result.ratio is None else f"{result.ratio:.2f}"
         if result.ratio_range is not None:
             ratio += f" ({result.ratio_range[0]:.2f}-{result.ratio_range[1]:.2f})"
-        table.add_row(result.variant, amount, ratio)
+        table.add_row(result.variant, _amount(result.value, result.unit), ratio)
     return table
+
+
+def _amount(value: float, unit: str) -> str:
+    if unit == "B":
+        is_large = value >= 2**20 or not value
+        return f"{value / 2**20:.0f} MiB" if is_large else f"{value / 2**10:.1f} KiB"
+    if unit == "s":
+        return f"{value:.2f} s" if value >= 1 else f"{value * 1e3:.2f} ms"
+    return f"{value:,.0f} {unit}"

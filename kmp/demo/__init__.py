@@ -1,4 +1,4 @@
-"""`kmp demo`: trains one model in float32, in float16, and in float16 with kmp, and compares the results."""
+"""`kmp demo`: compares one model in float32, in float16, and in float16 with kmp."""
 
 from kmp.demo.presentation import run
 

@@ -1,5 +1,6 @@
-"""The demo's experiment: one model on real data, in float32, in float16 without loss scaling, and in float16 with kmp.
+"""The demo's experiment: one model on real data, trained in three ways.
 
+In float32, in float16 without loss scaling, and in float16 with kmp.
 The model denoises scikit-learn's digits and also classifies them, with one trunk for both tasks.
 The classification loss has a small weight, as auxiliary losses do, so its gradients are small:
 float16 flushes many of them to zero, and the accuracy drops.
@@ -31,7 +32,13 @@ _MOST_EPOCHS = 8
 
 
 class Data(NamedTuple):
-    """Float32 images of shape `(images, pixels)` with noise, the same images without it, and their integer labels."""
+    """Images and their labels.
+
+    Args:
+        noisy: Float32 images with noise, of shape `(images, pixels)`.
+        clean: The same images without it.
+        labels: Their integer labels.
+    """
 
     noisy: np.ndarray
     clean: np.ndarray
@@ -39,7 +46,13 @@ class Data(NamedTuple):
 
 
 class Variant(NamedTuple):
-    """How the model is trained: a name for the table and for folders, the dtype policy, whether kmp scales the loss."""
+    """How the model is trained.
+
+    Args:
+        name: For the table and for folders.
+        policy: The dtype policy.
+        scaled: Whether kmp scales the loss.
+    """
 
     name: str
     policy: str
@@ -83,7 +96,7 @@ def load() -> tuple[Data, Data]:
 
 
 def variants(mixed_policy: str) -> list[Variant]:
-    """Returns the variants to compare: float32, the policy without loss scaling, and, for float16, with kmp's."""
+    """Returns the variants: float32, the policy without loss scaling, and, for float16, with it."""
     dtype = mixed_policy.removeprefix("mixed_")
     compared = [Variant("float32", "float32", scaled=False)]
     if dtype != "float32":
@@ -101,7 +114,7 @@ def train(
     log_dir: Path,
     on_step: Callable[[], None],
 ) -> Result:
-    """Trains one variant with one seed, writes its log to `log_dir`, and evaluates it on the validation part."""
+    """Trains one variant with one seed, writes its log, and evaluates it on the validation part."""
     (noisy, clean, labels), test = parts
     keras.utils.set_random_seed(seed)
     with enable(variant.policy, growth_interval=GROWTH_INTERVAL):
@@ -115,12 +128,10 @@ def train(
             loss_weights={"image": 1.0, "label": LABEL_WEIGHT},
             metrics={"label": "accuracy"},
         )
-        examples = tf.data.Dataset.from_tensor_slices(
-            (noisy, {"image": clean, "label": labels})
-        ).cache()
-        batches = (
-            examples.shuffle(len(labels), seed=seed).repeat().batch(BATCH_SIZE, drop_remainder=True)
-        )
+        targets = {"image": clean, "label": labels}
+        examples = tf.data.Dataset.from_tensor_slices((noisy, targets)).cache()
+        shuffled = examples.shuffle(len(labels), seed=seed).repeat()
+        batches = shuffled.batch(BATCH_SIZE, drop_remainder=True)
         loggers = callbacks.defaults(log_dir, every_n_steps=max(1, steps // 60))
         progress = keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: on_step())
         started = time.perf_counter()
@@ -144,10 +155,9 @@ def _model(pixels: int, classes: int) -> keras.Model:
     noisy = keras.Input((pixels,))
     trunk = dense(128, activation="relu", name="trunk_1")(noisy)
     trunk = dense(128, activation="relu", name="trunk_2")(trunk)
-    image = dense(pixels, dtype="float32", name="image")(
-        dense(128, activation="relu", name="image_hidden")(trunk)
-    )
-    logits = dense(classes, name="logits")(
-        dense(128, activation="relu", name="label_hidden")(trunk)
-    )
-    return keras.Model(noisy, {"image": image, "label": layers.Softmax(name="label")(logits)})
+    image_hidden = dense(128, activation="relu", name="image_hidden")(trunk)
+    image = dense(pixels, dtype="float32", name="image")(image_hidden)
+    label_hidden = dense(128, activation="relu", name="label_hidden")(trunk)
+    logits = dense(classes, name="logits")(label_hidden)
+    label = layers.Softmax(name="label")(logits)
+    return keras.Model(noisy, {"image": image, "label": label})

@@ -1,8 +1,9 @@
 """What the demo shows: a progress bar, a table with an explanation, two figures, and a report."""
 
+import functools
 import shlex
 import statistics
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from rich.console import Console
@@ -18,7 +19,7 @@ Results = dict[Variant, list[Result]]
 
 
 def run(console: Console, policy: str, steps: int, out: Path) -> Results:
-    """Trains each variant with each seed, prints a comparison, and writes logs, figures and a report to `out`."""
+    """Trains each variant with each seed, prints a comparison, and writes all files to `out`."""
     parts = experiment.load()
     out.mkdir(parents=True, exist_ok=True)
     results: Results = {variant: [] for variant in experiment.variants(policy)}
@@ -28,11 +29,9 @@ def run(console: Console, policy: str, steps: int, out: Path) -> Results:
             for variant, trained in results.items():
                 progress.update(task, description=f"{variant.name}, seed {seed}")
                 log_dir = out / variant.name.replace(" ", "-") / f"seed-{seed}"
-                trained.append(
-                    experiment.train(
-                        variant, seed, steps, parts, log_dir, lambda: progress.advance(task)
-                    )
-                )
+                advance = functools.partial(progress.advance, task)
+                result = experiment.train(variant, seed, steps, parts, log_dir, advance)
+                trained.append(result)
     console.print(table(results))
     for line in explanation(results):
         console.print(line, highlight=False)
@@ -40,10 +39,8 @@ def run(console: Console, policy: str, steps: int, out: Path) -> Results:
     # The first seed of each variant in the report, that of the last one in the figures.
     runs = {variant.name: trained[0].run for variant, trained in results.items()}
     *_, last = runs.values()
-    plots.save(
-        plots.gradient_exponents(last.histograms[len(last.histograms) // 2]),
-        out / "gradient_exponents.png",
-    )
+    middle = last.histograms[len(last.histograms) // 2]
+    plots.save(plots.gradient_exponents(middle), out / "gradient_exponents.png")
     plots.save(plots.loss_scale(last), out / "loss_scale.png")
     for line in (
         f"Figure: {out / 'gradient_exponents.png'}",
@@ -61,45 +58,44 @@ def table(results: Results) -> Table:
     rows = Table(title=f"One model, {len(SEEDS)} seeds each: mean and range", title_justify="left")
     rows.add_column("trained in")
     rows.add_column("validation\naccuracy", justify="right", min_width=len("0.000-0.000"))
-    for name in (
-        "zero\ngradients",
-        "flushed\nto zero",
-        "overflow\ncount",
-        "final\nscale",
-        "seconds",
-    ):
+    others = ("zero\ngradients", "flushed\nto zero", "overflow\ncount", "final\nscale", "seconds")
+    for name in others:
         rows.add_column(name, justify="right")
-    zeros = {
-        variant: statistics.fmean(result.zeros for result in trained)
-        for variant, trained in results.items()
-    }
-    in_float32 = next(iter(zeros.values()))
+    in_float32 = _mean_zeros(next(iter(results.values())))
     for variant, trained in results.items():
-        accuracies = [result.accuracy for result in trained]
-        scales = sorted({as_power(result.run.last("loss_scale")) for result in trained})
-        rows.add_row(
-            variant.name,
-            f"{statistics.fmean(accuracies):.3f}\n{min(accuracies):.3f}-{max(accuracies):.3f}",
-            f"{zeros[variant]:.1%}",
-            "" if variant.policy == "float32" else f"{max(0.0, zeros[variant] - in_float32):.1%}",
-            " ".join(str(result.run.last("overflow_count")) for result in trained),
-            "\n".join(scales) if variant.scaled else "none",
-            f"{statistics.fmean(result.seconds for result in trained):.1f}",
-        )
+        rows.add_row(variant.name, *_cells(variant, trained, in_float32))
     return rows
 
 
+def _cells(variant: Variant, trained: Sequence[Result], zeros_in_float32: float) -> Iterator[str]:
+    accuracies = [result.accuracy for result in trained]
+    yield f"{statistics.fmean(accuracies):.3f}\n{min(accuracies):.3f}-{max(accuracies):.3f}"
+    zeros = _mean_zeros(trained)
+    yield f"{zeros:.1%}"
+    yield "" if variant.policy == "float32" else f"{max(0.0, zeros - zeros_in_float32):.1%}"
+    yield " ".join(str(result.run.last("overflow_count")) for result in trained)
+    scales = {as_power(result.run.last("loss_scale")) for result in trained}
+    yield "\n".join(sorted(scales)) if variant.scaled else "none"
+    yield f"{statistics.fmean(result.seconds for result in trained):.1f}"
+
+
+def _mean_zeros(trained: Sequence[Result]) -> float:
+    return statistics.fmean(result.zeros for result in trained)
+
+
 def explanation(results: Results) -> Iterator[str]:
-    """Yields paragraphs: the task, the accuracies, and why they differ, if they differ by more than the seeds do."""
+    """Yields paragraphs: the task, the accuracies, and why they differ.
+
+    The last only if they differ by more than the seeds do.
+    """
     yield (
         "The model denoises images and also classifies them, with one trunk for both tasks. The"
         f" classification loss has the small weight {LABEL_WEIGHT:g}, as auxiliary losses do."
         " Accuracy is that of the classification."
     )
-    accuracies = {
-        variant.name: [result.accuracy for result in trained]
-        for variant, trained in results.items()
-    }
+    accuracies = {}
+    for variant, trained in results.items():
+        accuracies[variant.name] = [result.accuracy for result in trained]
     spread = max(max(values) - min(values) for values in accuracies.values())
     means = {name: statistics.fmean(values) for name, values in accuracies.items()}
     if len(means) > 1 and max(means.values()) - min(means.values()) <= spread:

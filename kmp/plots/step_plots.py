@@ -20,7 +20,9 @@ _LINES = (
 
 
 def loss_scale(run: Run, ax: Axes | None = None) -> Axes:
-    """Draws the loss scale over the steps, with a mark where steps were skipped or layers were set to float32.
+    """Draws the loss scale over the steps, with marks of skipped steps.
+
+    Dotted lines mark the steps in which layers were set to float32.
 
     Args:
         run: A run with `loss_scale` and, for the marks, `overflow_rate`, `overflow_count` and
@@ -31,7 +33,8 @@ def loss_scale(run: Run, ax: Axes | None = None) -> Axes:
         The axes: training steps along x, the loss scale along y on a log2 axis.
 
     Example:
-    >>> loss_scale(Run([{"step": 1, "loss_scale": 8.0}, {"step": 2, "loss_scale": 16.0}])).get_title(loc="left")
+    >>> run = Run([{"step": 1, "loss_scale": 8.0}, {"step": 2, "loss_scale": 16.0}])
+    >>> loss_scale(run).get_title(loc="left")
     'The loss scale ends at $2^{4}$'
     """
     validation.instance("run", run, Run, RUN_EXPECTED)
@@ -39,81 +42,100 @@ def loss_scale(run: Run, ax: Axes | None = None) -> Axes:
     steps, scales = _by_step(run, "loss_scale")
     if not steps.size:
         return style.empty(ax, "No loss scale was recorded.")
-    label = "loss scale"
-    if steps.size > 1 and np.ptp(scales) == 0:
-        label += f", {style.scale_name(scales[0])} throughout"
-    marker = "o" if steps.size == 1 else ""
-    ax.plot(steps, scales, drawstyle="steps-post", marker=marker, color=style.DARK, label=label)
-    title, label = (
-        f"The loss scale ends at {style.scale_name(scales[-1])}",
-        "last skipped step of each record",
-    )
-    if (count := run.last("overflow_count")) is not None:
-        last = max(row["step"] for row in run.rows)
-        title += f"; {count:,} of {last:,} steps {'was' if count == 1 else 'were'} skipped"
-        label += f" ({count:,} in total)"
+    _draw_scale(ax, steps, scales)
     marks = _skipped_steps(run, steps, scales)
     marks = marks[:: len(marks) // _MOST_MARKS + 1]  # more would cover each other
-    if marks.size:
-        size = 6 if len(marks) <= _MANY_MARKS else 3
-        ax.plot(*marks.T, "x", color=style.MIDDLE, markersize=size, label=label, zorder=3)
-    if fallbacks := [row["step"] for row in run.rows if row.get("fallback")]:
-        lines = {
-            "colors": style.DARK_LIGHT,
-            "linestyles": "dotted",
-            "label": "layers set to float32",
-        }
-        ax.vlines(fallbacks, 0, 1, transform=ax.get_xaxis_transform(), **lines)
+    _draw_skipped_steps(ax, marks, run.last("overflow_count"))
+    _draw_fallbacks(ax, run)
     ax.set_yscale("log", base=2)
     # A margin of two bits gives the axis several ticks even if the line is flat.
-    ax.set_ylim(scales.min() / 4, max(scales.max(), marks[:, 1].max(initial=0)) * 4)
+    highest = max(scales.max(), marks[:, 1].max(initial=0))
+    ax.set_ylim(scales.min() / 4, highest * 4)
     style.label_steps(ax, steps)
-    style.legend_above(ax, title=title)
+    style.legend_above(ax, title=_scale_title(run, scales[-1]))
     return ax
 
 
+def _draw_scale(ax: Axes, steps: np.ndarray, scales: np.ndarray) -> None:
+    label = "loss scale"
+    if steps.size > 1 and np.ptp(scales) == 0:
+        label += f", {style.scale_name(scales[0])} throughout"
+    (line,) = ax.plot(steps, scales, drawstyle="steps-post", label=label)
+    line.set(color=style.DARK, marker="o" if steps.size == 1 else "")
+
+
+def _draw_skipped_steps(ax: Axes, marks: np.ndarray, count: int | None) -> None:
+    if not marks.size:
+        return
+    label = "last skipped step of each record"
+    if count is not None:
+        label += f" ({count:,} in total)"
+    size = 6 if len(marks) <= _MANY_MARKS else 3
+    ax.plot(*marks.T, "x", color=style.MIDDLE, markersize=size, label=label, zorder=3)
+
+
+def _draw_fallbacks(ax: Axes, run: Run) -> None:
+    steps = [row["step"] for row in run.rows if row.get("fallback")]
+    if not steps:
+        return
+    lines = ax.vlines(steps, 0, 1, transform=ax.get_xaxis_transform())
+    lines.set(color=style.DARK_LIGHT, linestyle="dotted", label="layers set to float32")
+
+
+def _scale_title(run: Run, scale: float) -> str:
+    title = f"The loss scale ends at {style.scale_name(scale)}"
+    count = run.last("overflow_count")
+    if count is None:
+        return title
+    last = max(row["step"] for row in run.rows)
+    verb = "was" if count == 1 else "were"
+    return f"{title}; {count:,} of {last:,} steps {verb} skipped"
+
+
 def _skipped_steps(run: Run, scale_steps: np.ndarray, scales: np.ndarray) -> np.ndarray:
-    """Returns the last skipped step of each record with any, and the loss scale of that step; shape `(records, 2)`.
+    """Returns the last skipped step of each record with any, and the loss scale of that step.
 
     A record has the number of skipped steps since the record before, and of the steps since the
     last of them or since the scale grew. Where it cannot have grown since, that is the step, and
     the scale was that before it backed off. Elsewhere they are the step and the scale of the
     record.
+
+    Returns:
+        An array of shape `(records, 2)`.
     """
     settings = run.settings
-    growth_interval, lowest = (
-        settings.get("growth_interval", np.inf),
-        settings.get("min_scale", 0.0),
-    )
+    growth_interval = settings.get("growth_interval", np.inf)
+    lowest = settings.get("min_scale", 0.0)
+    backs_off_at_once = settings.get("hysteresis", 1) == 1
     backoff = 1.0 if settings.get("rule") == "FixedScale" else settings.get("backoff_factor", 0.5)
+    clean = dict(zip(*_by_step(run, "clean_steps"), strict=True))
+    losses = dict(zip(*_by_step(run, "nonfinite_loss_count"), strict=True))
+
     steps, rates = _by_step(run, "overflow_rate")
-    clean, losses = (
-        dict(zip(*_by_step(run, key), strict=True))
-        for key in ("clean_steps", "nonfinite_loss_count")
-    )
+    has_skipped = rates > 0
+    previous_steps = np.append(0, steps[:-1])[has_skipped]
     marks = []
-    for previous, step in zip(np.append(0, steps[:-1])[rates > 0], steps[rates > 0], strict=True):
+    for previous, step in zip(previous_steps, steps[has_skipped], strict=True):
         scale = scales[max(np.searchsorted(scale_steps, step, side="right") - 1, 0)]
-        is_known = (
-            clean.get(step, np.inf) < step - previous < growth_interval
-            and settings.get("hysteresis", 1) == 1
-            and losses.get(step, 0) == losses.get(previous, 0)
-            and scale > lowest
-        )
-        marks.append((step - clean[step], scale / backoff) if is_known else (step, scale))
+        cannot_have_grown = clean.get(step, np.inf) < step - previous < growth_interval
+        same_losses = losses.get(step, 0) == losses.get(previous, 0)
+        has_backed_off = backs_off_at_once and same_losses and scale > lowest
+        if cannot_have_grown and has_backed_off:
+            marks.append((step - clean[step], scale / backoff))
+        else:
+            marks.append((step, scale))
     return np.reshape(marks, (-1, 2))
 
 
 def _by_step(run: Run, key: str) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the steps and the finite values of `key`, ordered by step, with the newest value of each step.
+    """Returns the steps and the finite values of `key`, ordered by step.
 
-    A run that was resumed from a checkpoint contains some steps twice.
+    A run that was resumed from a checkpoint contains some steps twice: the newest value is taken.
     """
     newest = dict(zip(*run.series(key), strict=True))
-    finite = np.array(
-        sorted((step, value) for step, value in newest.items() if np.isfinite(value)), np.float64
-    )
-    return finite.reshape(-1, 2)[:, 0], finite.reshape(-1, 2)[:, 1]
+    finite = sorted((step, value) for step, value in newest.items() if np.isfinite(value))
+    table = np.array(finite, np.float64).reshape(-1, 2)
+    return table[:, 0], table[:, 1]
 
 
 def metric(runs: Mapping[str, Run], name: str, ax: Axes | None = None) -> Axes:
@@ -137,21 +159,19 @@ def metric(runs: Mapping[str, Run], name: str, ax: Axes | None = None) -> Axes:
     for run_name, run in runs.items():
         validation.instance(f"runs[{run_name!r}]", run, Run, RUN_EXPECTED)
     series = {run_name: run.metrics[name] for run_name, run in runs.items() if name in run.metrics}
-    shown, last = (
-        style.literal(name),
-        ", ".join(f"{values[-1]:.3g}" for _, values in series.values()),
-    )
-    ax = style.axes(ax, f"{shown} at the end: {last}" * bool(series), "training step", shown)
+    shown = style.literal(name)
     if not series:
+        ax = style.axes(ax, "", "training step", shown)
         return style.empty(ax, f"No {shown} was recorded.")
+    last = ", ".join(f"{values[-1]:.3g}" for _, values in series.values())
+    ax = style.axes(ax, f"{shown} at the end: {last}", "training step", shown)
     for number, (run_name, (steps, values)) in enumerate(series.items()):
         color, linestyle, marker = _LINES[number % len(_LINES)]
         is_finite = np.isfinite(values)
-        (line,) = ax.plot(
-            steps[is_finite], values[is_finite], color=color, label=style.literal(run_name)
-        )
-        line.set(linestyle=linestyle, marker=marker, markersize=3.5)
-    style.label_steps(ax, np.unique(np.concatenate([steps for steps, _ in series.values()])))
+        (line,) = ax.plot(steps[is_finite], values[is_finite], label=style.literal(run_name))
+        line.set(color=color, linestyle=linestyle, marker=marker, markersize=3.5)
+    all_steps = np.concatenate([steps for steps, _ in series.values()])
+    style.label_steps(ax, np.unique(all_steps))
     if len(runs) > 1:
         style.legend_above(ax, columns=2)
     return ax

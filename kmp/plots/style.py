@@ -1,4 +1,4 @@
-"""What all plots share: axes, colours, titles, legends, names and powers of two; and saving a figure."""
+"""What all plots share: axes, colours, titles, legends and names; and saving a figure."""
 
 import math
 import os
@@ -25,7 +25,8 @@ _LINE_HEIGHT = 1.35  # of a legend row, in font sizes
 def axes(ax: Axes | None, title: str, x: str, y: str) -> Axes:
     """Returns `ax`, or new axes in a size that fits a notebook, with a title and axis labels."""
     validation.instance("ax", ax, (Axes, NoneType), "axes of matplotlib, or None for new ones")
-    ax = plt.subplots(figsize=(8, 4.2), layout="constrained")[1] if ax is None else ax
+    if ax is None:
+        _, ax = plt.subplots(figsize=(8, 4.2), layout="constrained")
     ax.set_title(title, loc="left", fontsize="medium")
     ax.set_xlabel(x, fontsize="small")
     ax.set_ylabel(y, fontsize="small")
@@ -34,7 +35,7 @@ def axes(ax: Axes | None, title: str, x: str, y: str) -> Axes:
 
 
 def empty(ax: Axes, reason: str) -> Axes:
-    """Writes the reason why the plot is empty, and removes the ticks: there is no measured range."""
+    """Writes why the plot is empty, and removes the ticks: there is no measured range."""
     ax.set_xticks([])
     ax.set_yticks([])
     ax.text(0.5, 0.5, reason, transform=ax.transAxes, ha="center", va="center", color=TEXT)
@@ -55,10 +56,9 @@ def legend_above(ax: Axes, columns: int = 1, title: str | None = None) -> None:
     # The title's pad reserves the space. Constrained layout would shrink the axes for a legend
     # wider than them.
     ax.legend(handles, labels, ncols=columns, frameon=False, **place, **size).set_in_layout(False)
-    pad = 6 + math.ceil(len(handles) / columns) * _LINE_HEIGHT * SMALL
-    ax.set_title(
-        ax.get_title(loc="left") if title is None else title, loc="left", fontsize="medium", pad=pad
-    )
+    rows = math.ceil(len(handles) / columns)
+    title = ax.get_title(loc="left") if title is None else title
+    ax.set_title(title, loc="left", fontsize="medium", pad=6 + rows * _LINE_HEIGHT * SMALL)
 
 
 def label_steps(ax: Axes, steps: np.ndarray) -> None:
@@ -69,32 +69,35 @@ def label_steps(ax: Axes, steps: np.ndarray) -> None:
 
 
 def literal(text: str) -> str:
-    """Returns a name as matplotlib has to get it: printable, and with dollar signs that begin no mathtext."""
+    """Returns a printable name for matplotlib, with dollar signs that begin no mathtext."""
     return printable(text).replace("$", r"\$")
 
 
 def short_names(paths: list[str], length: int) -> list[str]:
-    """Returns unique names for matplotlib, about `length` characters long: if they are equal, longer, then numbered."""
-    paths, shortened = [printable(path) for path in paths], []
+    """Returns unique names for matplotlib, about `length` characters long.
+
+    Names that are equal become longer, and if that does not help, numbered.
+    """
+    paths = [printable(path) for path in paths]
+    shortened: list[str] = []
     for longer in range(11):
         shortened = [_shortened(path, length + longer) for path in paths]
-        if len({*shortened}) == len(paths):
+        if len(set(shortened)) == len(paths):
             break
     return [literal(name) for name in unique_names(shortened)]
 
 
 def _shortened(path: str, length: int) -> str:
-    """Returns the first name and as many of the last names as fit, at least two, or both ends of the path."""
+    """Returns the first name and the last ones that fit, at least two, or both ends of the path."""
+    if len(path) <= length:
+        return path
     first, *rest = path.split("/")
-    candidates = [
-        path,
-        *("/".join([first, "…", *rest[index:]]) for index in range(1, len(rest) - 1)),
-    ]
+    for index in range(1, len(rest) - 1):
+        name = "/".join([first, "…", *rest[index:]])
+        if len(name) <= length:
+            return name
     tail = 2 * length // 3
-    return next(
-        (name for name in candidates if len(name) <= length),
-        f"{path[: length - 1 - tail]}…{path[-tail:]}",
-    )
+    return f"{path[: length - 1 - tail]}…{path[-tail:]}"
 
 
 def power_of_two(exponent: float) -> str:
@@ -126,9 +129,8 @@ def save(ax: Axes, path: Path) -> None:
     >>> file.exists()
     True
     """
-    validation.instance(
-        "ax", ax, Axes, "axes of matplotlib, as the functions of kmp.plots return them"
-    )
+    expected = "axes of matplotlib, as the functions of kmp.plots return them"
+    validation.instance("ax", ax, Axes, expected)
     validation.instance("path", path, (str, os.PathLike), "the path of the PNG file")
     figure = ax.get_figure(root=True)
     assert isinstance(figure, Figure)

@@ -43,90 +43,102 @@ def figures(summary: RunSummary) -> dict[str, ReportFigure]:
 
     Without a comparison of layers with float32, there is no `layer_errors`.
     """
-    run, metrics, sample, scales = (
-        summary.run,
-        summary.metrics,
-        summary.run.last("sample"),
-        other_scales(summary),
-    )
     found = {
-        "loss_scale": ReportFigure("The loss scale was not recorded."),
-        "gradient_exponents": ReportFigure(NOT_SAMPLED),
-        "exponents_over_steps": ReportFigure(NOT_SAMPLED),
-        "what_if": ReportFigure(scales.note),
-        "overflowing_variables": ReportFigure(
-            "Overflows were not counted."
-            if metrics.skipped_steps is None
-            else "No variable overflowed."
-        ),
+        "loss_scale": _loss_scale(summary),
+        "gradient_exponents": _gradient_exponents(summary),
+        "exponents_over_steps": _exponents_over_steps(summary),
+        "what_if": _what_if(summary),
+        "overflowing_variables": _overflowing_variables(summary),
     }
-
-    def draw(name: str, data: Any, caption: str, alt: str) -> None:
-        found[name] = ReportFigure(caption, alt, _svg(getattr(plots, name), data))
-
-    if any(row.get("loss_scale") for row in run.rows):
-        alt = (
-            f"The loss scale over the training steps, {scale(metrics.scale)} at the end;"
-            f" {skipped(metrics)}."
-        )
-        draw("loss_scale", run, "The loss scale, with a mark where steps were skipped.", alt)
-    if sample is not None:
-        caption = (
-            "The newest sample. Below float16's normal range precision is lost; above it is"
-            " overflow."
-        )
-        zones, total = sample.histogram.zones, sample.histogram.total
-        below, above = (
-            zones["subnormal"] + zones["below_subnormal"],
-            zones["near_overflow"] + zones["beyond"],
-        )
-        alt = (
-            f"Histogram of the gradients' binary exponents in step {sample.step}:"
-            f" {share_of(zones['zero'], total)} zero, {share_of(below, total)} below float16's"
-            f" normal range, {share_of(above, total)} near overflow or above."
-        )
-        draw("gradient_exponents", sample.histogram, caption, alt)
-        steps = [sample.step for sample in run.samples]
-        alt = (
-            f"The gradients' binary exponents in {len(steps)} samples, from step {steps[0]} to"
-            f" {steps[-1]}."
-        )
-        draw("exponents_over_steps", run, "The gradients' magnitudes during training.", alt)
-    if (curve := metrics.curve) is not None:
-        caption = "What float16 would lose of the sampled gradients at each constant loss scale."
-        draw(
-            "what_if",
-            curve,
-            caption,
-            f"The share of gradient elements lost at every loss scale. {scales.note}",
-        )
-    if run.last("overflows_by_variable"):
-        path, part = metrics.main_overflow_origin
-        origin = (
-            f"; {path} was the overflow origin in {share(part)} of those with a finite loss"
-            if path
-            else ""
-        )
-        caption = "The variables that overflowed, and the overflow origins."
-        draw("overflowing_variables", run, caption, f"Skipped steps by variable{origin}.")
-    step, replay = next(reversed(run.comparisons), (0, None))
-    if replay is not None and replay.layer_errors:
-        caption = (
-            "How far the outputs of each layer are from float32, relative to how they vary between"
-            " examples, and the part that the layer adds to it."
-        )
-        first = error_origin(replay)
-        begins = (
-            f"; a harmful error begins at {first.layer}, which adds {number(first.new_error)}"
-            if first
-            else ""
-        )
-        alt = (
-            f"Errors of {len(replay.layer_errors)} layers in step {step}; the outputs of the model"
-            f" differ from float32 by {number(replay.output_error)}{begins}."
-        )
-        draw("layer_errors", run, caption, alt)
+    comparisons = summary.run.comparisons
+    if comparisons and comparisons[-1][1].layer_errors:
+        found["layer_errors"] = _layer_errors(summary)
     return found
+
+
+def _loss_scale(summary: RunSummary) -> ReportFigure:
+    run, metrics = summary.run, summary.metrics
+    if not any(row.get("loss_scale") for row in run.rows):
+        return ReportFigure("The loss scale was not recorded.")
+    caption = "The loss scale, with a mark where steps were skipped."
+    alt = (
+        f"The loss scale over the training steps, {scale(metrics.scale)} at the end;"
+        f" {skipped(metrics)}."
+    )
+    return ReportFigure(caption, alt, _svg(plots.loss_scale, run))
+
+
+def _gradient_exponents(summary: RunSummary) -> ReportFigure:
+    sample = summary.run.last("sample")
+    if sample is None:
+        return ReportFigure(NOT_SAMPLED)
+    caption = (
+        "The newest sample. Below float16's normal range precision is lost; above it is overflow."
+    )
+    histogram = sample.histogram
+    zones, total = histogram.zones, histogram.total
+    below = zones["subnormal"] + zones["below_subnormal"]
+    above = zones["near_overflow"] + zones["beyond"]
+    alt = (
+        f"Histogram of the gradients' binary exponents in step {sample.step}:"
+        f" {share_of(zones['zero'], total)} zero, {share_of(below, total)} below float16's"
+        f" normal range, {share_of(above, total)} near overflow or above."
+    )
+    return ReportFigure(caption, alt, _svg(plots.gradient_exponents, histogram))
+
+
+def _exponents_over_steps(summary: RunSummary) -> ReportFigure:
+    samples = summary.run.samples
+    if not samples:
+        return ReportFigure(NOT_SAMPLED)
+    alt = (
+        f"The gradients' binary exponents in {len(samples)} samples, from step {samples[0].step}"
+        f" to {samples[-1].step}."
+    )
+    source = _svg(plots.exponents_over_steps, summary.run)
+    return ReportFigure("The gradients' magnitudes during training.", alt, source)
+
+
+def _what_if(summary: RunSummary) -> ReportFigure:
+    note = other_scales(summary).note
+    curve = summary.metrics.curve
+    if curve is None:
+        return ReportFigure(note)
+    caption = "What float16 would lose of the sampled gradients at each constant loss scale."
+    alt = f"The share of gradient elements lost at every loss scale. {note}"
+    return ReportFigure(caption, alt, _svg(plots.what_if, curve))
+
+
+def _overflowing_variables(summary: RunSummary) -> ReportFigure:
+    run, metrics = summary.run, summary.metrics
+    if not run.last("overflows_by_variable"):
+        is_counted = metrics.skipped_steps is not None
+        return ReportFigure(
+            "No variable overflowed." if is_counted else "Overflows were not counted."
+        )
+    alt = "Skipped steps by variable"
+    path, part = metrics.main_overflow_origin
+    if path:
+        alt += f"; {path} was the overflow origin in {share(part)} of those with a finite loss"
+    caption = "The variables that overflowed, and the overflow origins."
+    return ReportFigure(caption, f"{alt}.", _svg(plots.overflowing_variables, run))
+
+
+def _layer_errors(summary: RunSummary) -> ReportFigure:
+    step, replay = summary.run.comparisons[-1]
+    caption = (
+        "How far the outputs of each layer are from float32, relative to how they vary between"
+        " examples, and the part that the layer adds to it."
+    )
+    alt = (
+        f"Errors of {len(replay.layer_errors)} layers in step {step}; the outputs of the model"
+        f" differ from float32 by {number(replay.output_error)}"
+    )
+    origin = error_origin(replay)
+    if origin:
+        adds = number(origin.new_error)
+        alt += f"; a harmful error begins at {origin.layer}, which adds {adds}"
+    return ReportFigure(caption, f"{alt}.", _svg(plots.layer_errors, summary.run))
 
 
 def metric_figures(summaries: Sequence[RunSummary]) -> list[ReportFigure]:
@@ -146,9 +158,8 @@ def metric_figures(summaries: Sequence[RunSummary]) -> list[ReportFigure]:
 
 def _svg(draw: Callable[..., object], *data: Any) -> str:
     """Returns a drawing of `kmp.plots` as a `data:` URL."""
-    figure = Figure(
-        figsize=_INCHES, layout="constrained"
-    )  # pyplot would keep the figure and choose a backend
+    # pyplot would keep the figure and choose a backend.
+    figure = Figure(figsize=_INCHES, layout="constrained")
     draw(*data, ax=figure.subplots())
     buffer = io.BytesIO()
     with mpl.rc_context({"svg.hashsalt": "kmp"}):  # makes the file reproducible

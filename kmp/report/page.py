@@ -26,7 +26,7 @@ def html(runs: Mapping[str, Run]) -> str:
     >>> "0 of 9 steps were skipped." in html({"first": Run([{"step": 9, "overflow_count": 0}])})
     True
     """
-    # Imports matplotlib, here because a training goes on if that fails: see `kmp.callbacks.Report`.
+    # Imports matplotlib, here because a training that writes its report goes on if that fails.
     from kmp.report.figures import COMPARED, figures, metric_figures
 
     first, *others = found = summaries(runs)

@@ -1,22 +1,34 @@
 """Comparisons of runs, as tables."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
 from kmp.records import GradientSample, Run, stable_name, stable_names
 from kmp.report.run_summary import VALIDATION, RunSummary
-from kmp.report.texts import MAX_ROWS, Table, number, share, with_omitted
+from kmp.report.texts import MAX_ROWS, Row, Table, number, share, with_omitted
 
 _MUCH = 0.1  # of a metric, relative to its largest value
 _MANY_ZEROS = 0.1  # more zeros than in the other run, as a share of all elements
 _NORM_FACTOR = 4.0
 _MOST_STEPS = 100
 
-_Difference = tuple[
-    int, float, float, float, float
-]  # the step, the zeros of both runs, and their norms
+
+class _Layer(NamedTuple):
+    """What a sample has of a layer: the share of zeros, and the norm."""
+
+    zeros: float
+    norm: float
+
+
+class _Difference(NamedTuple):
+    """The step from which on a layer differs in two runs, and its values there."""
+
+    step: int
+    first: _Layer
+    second: _Layer
 
 
 def comparison(runs: Sequence[RunSummary]) -> tuple[Table, Table]:
@@ -27,21 +39,33 @@ def comparison(runs: Sequence[RunSummary]) -> tuple[Table, Table]:
     """
     columns = ("", *(run.name for run in runs))
     metrics = _names_of_metrics(runs)
-    of_metrics = [
-        (name, *(number(run.metrics_of_epochs.get(name)) for run in runs)) for name in metrics
-    ]
-    of_metrics.append(("findings", *(run.findings_count for run in runs)))
-    counts = zip(*(run.counts for run in runs), strict=True)  # all runs have the same ones
-    of_counts = [(of_runs[0][0], *(value for _, value in of_runs)) for of_runs in counts]
+    of_metrics = _rows_of_metrics(runs, metrics)
+    of_counts = _rows_of_counts(runs)
     if not metrics:
         return Table(columns, (*of_metrics, *of_counts)), Table()
-    marked = next((index for index, name in enumerate(metrics) if _differs(name, runs)), None)
-    note = (
-        ""
-        if marked is None
-        else f"The first metric that differs by more than 10 %: {metrics[marked]}."
-    )
-    return Table(columns, tuple(of_metrics), note, marked), Table(columns, tuple(of_counts))
+    counts = Table(columns, of_counts)
+    for index, name in enumerate(metrics):
+        if _differs(name, runs):
+            note = f"The first metric that differs by more than 10 %: {name}."
+            return Table(columns, of_metrics, note, marked=index), counts
+    return Table(columns, of_metrics), counts
+
+
+def _rows_of_metrics(runs: Sequence[RunSummary], metrics: Sequence[str]) -> tuple[Row, ...]:
+    rows = []
+    for name in metrics:
+        values = [number(run.metrics_of_epochs.get(name)) for run in runs]
+        rows.append((name, *values))
+    rows.append(("findings", *(run.findings_count for run in runs)))
+    return tuple(rows)
+
+
+def _rows_of_counts(runs: Sequence[RunSummary]) -> tuple[Row, ...]:
+    rows = []
+    for of_runs in zip(*(run.counts for run in runs), strict=True):  # all runs have the same ones
+        name, _ = of_runs[0]
+        rows.append((name, *(value for _, value in of_runs)))
+    return tuple(rows)
 
 
 def _names_of_metrics(runs: Sequence[RunSummary]) -> list[str]:
@@ -52,41 +76,45 @@ def _names_of_metrics(runs: Sequence[RunSummary]) -> list[str]:
 def _differs(metric: str, runs: Sequence[RunSummary]) -> bool:
     values = [run.metrics_of_epochs.get(metric, math.nan) for run in runs]
     finite = [value for value in values if math.isfinite(value)]
-    return bool(finite) and (
-        len(finite) < len(values) or max(finite) - min(finite) > _MUCH * max(map(abs, finite))
-    )
+    if not finite:
+        return False
+    if len(finite) < len(values):
+        return True
+    return max(finite) - min(finite) > _MUCH * max(map(abs, finite))
 
 
 def main_metrics(runs: Sequence[RunSummary]) -> list[str]:
-    """Returns at most two metrics to draw: the first that is no loss, and a loss; those of the validation if known."""
+    """Returns at most two metrics to draw: the first that is no loss, and a loss.
+
+    Those of the validation are preferred, and a loss of the model to that of one output.
+    """
     names = _names_of_metrics(runs)
     names.sort(key=lambda name: (not name.startswith(VALIDATION), name not in ("loss", "val_loss")))
-    kinds = [
-        [name for name in names if name.endswith("loss") is is_loss] for is_loss in (False, True)
-    ]
-    return [kind[0] for kind in kinds if kind]
+    losses = [name for name in names if name.endswith("loss")]
+    others = [name for name in names if not name.endswith("loss")]
+    return others[:1] + losses[:1]
 
 
 def difference(first: RunSummary, second: RunSummary) -> Table:
-    """Returns the layers whose gradients differ in two runs, with the first sampled step in which they do."""
+    """Returns the layers whose gradients differ in two runs, and the first such step."""
     found = _first_differences(first.run, second.run)
+    both = f"{first.name} and {second.name}"
     if found is None:
-        return Table(
-            note=f"No layer was sampled in the same step of {first.name} and {second.name}."
-        )
+        return Table(note=f"No layer was sampled in the same step of {both}.")
     if not found:
-        return Table(
-            note=f"The gradients of {first.name} and {second.name} are alike in all sampled steps."
-        )
-    earliest = sorted((step, layer, values) for layer, (step, *values) in found.items())[:MAX_ROWS]
-    rows = [
-        (layer, str(step), *map(share, values[:2]), *map(number, values[2:]))
-        for step, layer, values in earliest
-    ]
+        return Table(note=f"The gradients of {both} are alike in all sampled steps.")
+    rows = []
+    for layer, each in sorted(found.items(), key=lambda item: (item[1].step, item[0]))[:MAX_ROWS]:
+        zeros = share(each.first.zeros), share(each.second.zeros)
+        norms = number(each.first.norm), number(each.second.norm)
+        rows.append((layer, str(each.step), *zeros, *norms))
     columns = (
         "layer",
         "from step",
-        *(f"{what} in {run.name}" for what in ("zero", "norm") for run in (first, second)),
+        f"zero in {first.name}",
+        f"zero in {second.name}",
+        f"norm in {first.name}",
+        f"norm in {second.name}",
     )
     note = (
         "Layers of both runs, and the first sampled step from which on their gradients differ: 10 %"
@@ -103,38 +131,51 @@ def _first_differences(first: Run, second: Run) -> dict[str, _Difference] | None
     in two samples of the same step in a row or in the last one: one sample alone may differ by
     chance.
     """
-    names = [stable_names(run.settings.get("layers", {})) for run in (first, second)]
-    samples = [{sample.step: sample for sample in run.samples} for run in (first, second)]
-    steps = sorted(samples[0].keys() & samples[1].keys())
+    names = stable_names(first.settings.get("layers", {}))
+    other_names = stable_names(second.settings.get("layers", {}))
+    samples = {sample.step: sample for sample in first.samples}
+    other_samples = {sample.step: sample for sample in second.samples}
+    steps = sorted(samples.keys() & other_samples.keys())
     found: dict[str, _Difference] = {}
     before: dict[str, _Difference] = {}
     is_compared = False
     for step in steps[:: len(steps) // _MOST_STEPS + 1]:
-        pair = [of_run[step] for of_run in samples]
-        if not all(sample.histogram.is_finite for sample in pair):
+        sample, other = samples[step], other_samples[step]
+        if not (sample.histogram.is_finite and other.histogram.is_finite):
             continue
-        layers, others = map(_zeros_and_norms, pair, names)
-        differing = {}
-        for layer in layers.keys() & others.keys():
-            is_compared = True
-            (zeros, norm), (other_zeros, other_norm) = layers[layer], others[layer]
-            low, high = sorted((norm, other_norm))
-            if abs(zeros - other_zeros) > _MANY_ZEROS or high > _NORM_FACTOR * low:
-                differing[layer] = (step, zeros, other_zeros, norm, other_norm)
-        found = {layer: before[layer] for layer in differing.keys() & before.keys()} | found
+        layers, other_layers = _layers(sample, names), _layers(other, other_names)
+        is_compared = is_compared or bool(layers.keys() & other_layers.keys())
+        differing = _differences(step, layers, other_layers)
+        for layer in differing.keys() & before.keys():
+            found.setdefault(layer, before[layer])
         before = differing
-    return before | found if is_compared else None
+    return {**before, **found} if is_compared else None
 
 
-def _zeros_and_norms(
-    sample: GradientSample, names: dict[str, str]
-) -> dict[str, tuple[float, float]]:
-    """Returns the share of zeros and the norm of each layer with a gradient, by its name in `names`."""
+def _differences(
+    step: int, layers: Mapping[str, _Layer], others: Mapping[str, _Layer]
+) -> dict[str, _Difference]:
+    found = {}
+    for layer in layers.keys() & others.keys():
+        if _are_different(layers[layer], others[layer]):
+            found[layer] = _Difference(step, layers[layer], others[layer])
+    return found
+
+
+def _are_different(layer: _Layer, other: _Layer) -> bool:
+    if abs(layer.zeros - other.zeros) > _MANY_ZEROS:
+        return True
+    low, high = sorted((layer.norm, other.norm))
+    return high > _NORM_FACTOR * low
+
+
+def _layers(sample: GradientSample, names: Mapping[str, str]) -> dict[str, _Layer]:
+    """Returns what a sample has of each layer with a gradient, by its name in `names`."""
     layers = sample.by_layer()
-    columns = (layers.elements.tolist(), layers.zeros.tolist(), np.nan_to_num(layers.norm).tolist())
-    rows = zip(layers.names, *columns, strict=True)
-    return {
-        stable_name(name, names): (zeros / total, norm)
-        for name, total, zeros, norm in rows
-        if total
-    }
+    totals, zeros = layers.elements.tolist(), layers.zeros.tolist()
+    norms = np.nan_to_num(layers.norm).tolist()
+    found = {}
+    for name, total, zero, norm in zip(layers.names, totals, zeros, norms, strict=True):
+        if total:
+            found[stable_name(name, names)] = _Layer(zero / total, norm)
+    return found

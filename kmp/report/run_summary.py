@@ -39,7 +39,7 @@ class RunSummary:
 
     @property
     def status(self) -> str:
-        """`"error"` or `"warning"`, the severity of the worst finding, `"no problem"` or `"unknown"`."""
+        """The severity of the worst finding, `"no problem"` or `"unknown"`."""
         if self.advice.problems:
             return self.advice.problems[0].severity
         return NO_PROBLEM if self._is_known else UNKNOWN
@@ -47,12 +47,13 @@ class RunSummary:
     @property
     def findings_count(self) -> str:
         """The number of findings of each severity, as text."""
-        counts = Counter(finding.severity for finding in self.advice)
-        parts = [
-            f"{count} {severity}{'s' * (count > 1 and severity != INFO)}"
-            for severity, count in counts.items()
-        ]
-        return ", ".join(parts) if parts else "none" if self._is_known else UNKNOWN
+        parts = []
+        for severity, count in Counter(finding.severity for finding in self.advice).items():
+            plural = "s" if count > 1 and severity != INFO else ""
+            parts.append(f"{count} {severity}{plural}")
+        if parts:
+            return ", ".join(parts)
+        return "none" if self._is_known else UNKNOWN
 
     @property
     def _is_known(self) -> bool:
@@ -63,42 +64,39 @@ class RunSummary:
     def subtitle(self) -> str:
         """Model, optimizer, compute dtypes, loss scale and steps, in one line."""
         metrics, settings = self.metrics, self.metrics.settings
-        parts = [settings.get("model"), settings.get("optimizer")]
+        parts = [str(settings[key]) for key in ("model", "optimizer") if settings.get(key)]
         if "compute_dtypes" in settings:
             parts.append(f"computed in {metrics.dtypes}")
         if math.isfinite(metrics.scale):
-            parts.append(
-                f"{'fixed' if metrics.is_fixed else 'dynamic'} loss scale {scale(metrics.scale)}"
-            )
-        return ", ".join([*(str(part) for part in parts if part), f"{metrics.last_step} steps"])
+            rule = "fixed" if metrics.is_fixed else "dynamic"
+            parts.append(f"{rule} loss scale {scale(metrics.scale)}")
+        parts.append(f"{metrics.last_step} steps")
+        return ", ".join(parts)
 
     @cached_property
     def metrics_of_epochs(self) -> dict[str, float]:
-        """The last value of each metric, with those of the validation first, and without the learning rate."""
-        last = {
-            name: float(values[-1])
-            for name, (_, values) in self.run.metrics.items()
-            if name != LEARNING_RATE
-        }
+        """The last value of each metric but the learning rate, those of the validation first."""
+        last = {name: float(values[-1]) for name, (_, values) in self.run.metrics.items()}
+        last.pop(LEARNING_RATE, None)
         return dict(sorted(last.items(), key=lambda item: not item[0].startswith(VALIDATION)))
 
     @property
     def numbers(self) -> Pairs:
         """The metrics of the last epoch, and the counts."""
-        return (
-            *((name, number(value)) for name, value in self.metrics_of_epochs.items()),
-            *self.counts,
-        )
+        metrics = [(name, number(value)) for name, value in self.metrics_of_epochs.items()]
+        return (*metrics, *self.counts)
 
     @cached_property
     def counts(self) -> Pairs:
-        """Named numbers of the run, without the metrics of its epochs. Every run has the same names."""
+        """Named numbers of the run without the metrics of its epochs; every run has the same."""
         metrics, last = self.metrics, self.run.last
-        losses = self.run.series("last_loss")[1]
-        skipped, origin, count = UNKNOWN, UNKNOWN, metrics.skipped_steps
+        _, losses = self.run.series("last_loss")
+        count = metrics.skipped_steps
+        skipped = origin = UNKNOWN
         if count is not None:
-            share_in_all = f" ({share_of(count, metrics.last_step)})" if count else ""
-            skipped, origin = f"{count}{share_in_all}", "none"
+            skipped, origin = str(count), "none"
+        if count:
+            skipped += f" ({share_of(count, metrics.last_step)})"
         return (
             ("computed in", metrics.dtypes if self.run.settings else UNKNOWN),
             ("steps", str(metrics.last_step)),
@@ -116,16 +114,9 @@ class RunSummary:
     @cached_property
     def settings(self) -> Pairs:
         """The settings of the run, from the header of its log."""
-        header = {
-            key: value
-            for key, value in self.run.header.items()
-            if key not in ("schema", "kind", "settings")
-        }
-        settings = {
-            key: value
-            for key, value in (header | self.run.settings).items()
-            if key != "float32_variables"
-        }
+        settings = {**self.run.header, **self.run.settings}
+        for hidden in ("schema", "kind", "settings", "float32_variables"):
+            settings.pop(hidden, None)
         return tuple((key, _setting(key, value)) for key, value in settings.items())
 
 
@@ -154,10 +145,6 @@ def _setting(key: str, value: Any) -> str:
         return str(value).replace("T", " ")  # so that it fits a narrow screen
     if isinstance(value, bool) or not isinstance(value, int | float):
         return str(value)
-    return (
-        scale(float(value))
-        if "scale" in key
-        else f"{value:,}"
-        if isinstance(value, int)
-        else f"{value:g}"
-    )
+    if "scale" in key:
+        return scale(float(value))
+    return f"{value:,}" if isinstance(value, int) else f"{value:g}"

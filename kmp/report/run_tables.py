@@ -1,15 +1,27 @@
-"""The tables of a run: errors by layer, its newest sample by layer, overflow and underflow, and other loss scales."""
+"""The tables of a run: errors and gradients by layer, overflow by variable, other loss scales."""
 
 import heapq
+from collections.abc import Collection, Iterator
 
+from kmp.advice import WhatIf
 from kmp.advice.wording import skipped
 from kmp.diagnosis.soundness import error_origin
 from kmp.diagnosis.thresholds import HARMFUL_OUTPUT_ERROR
-from kmp.records import GradientSample, layer_of
+from kmp.records import ExponentHistogram, GradientSample, layer_of
 from kmp.report.run_summary import RunSummary
-from kmp.report.texts import MAX_ROWS, UNKNOWN, Table, number, scale, share, share_of, with_omitted
+from kmp.report.texts import (
+    MAX_ROWS,
+    UNKNOWN,
+    Row,
+    Table,
+    number,
+    scale,
+    share,
+    share_of,
+    with_omitted,
+)
 
-NOT_SAMPLED = "No gradients were sampled. Attach kmp.callbacks.GradientHistogram to sample them."
+NOT_SAMPLED = "No gradients were sampled. Attach kmp.callbacks.defaults() to sample them."
 
 _MOST_ERRORS = 12
 
@@ -24,29 +36,25 @@ _ZONES = {
 
 
 def layer_errors(run: RunSummary) -> Table:
-    """Returns the layers that add most to the error of the outputs, of a run with a comparison with float32.
+    """Returns the layers that add most to the error of the outputs.
 
-    The layer where a harmful error begins is marked.
+    The run has a comparison with float32. The layer where a harmful error begins is marked.
     """
     step, replay = run.run.comparisons[-1]
     worst = heapq.nlargest(
         _MOST_ERRORS, replay.layer_errors, key=lambda each: (each.new_error or 0.0, each.error)
     )
-    of_gradients: dict[str, tuple[str, str]] = {}  # by layer: of an RNN, the largest of its cells
+    of_gradients: dict[str, Row] = {}  # by layer: of an RNN, the largest of its cells
     for gradient in sorted(replay.gradient_errors, key=lambda each: each.error):
-        of_gradients[run.metrics.created_layer(gradient.layer)] = (
-            number(gradient.error),
-            number(gradient.noise),
-        )
-    classes = {run.run.settings.get("model"): "the model"} | run.run.settings.get("layers", {})
+        layer = run.metrics.created_layer(gradient.layer)
+        of_gradients[layer] = number(gradient.error), number(gradient.noise)
+    settings = run.run.settings
+    classes = {settings.get("model"): "the model", **settings.get("layers", {})}
     rows = []
     for each in worst:
-        errors = (
-            number(each.error),
-            number(each.new_error),
-            *of_gradients.get(each.layer, ("-", "-")),
-        )
-        rows.append((each.layer, classes.get(each.layer, UNKNOWN), *errors))
+        names = each.layer, classes.get(each.layer, UNKNOWN)
+        errors = number(each.error), number(each.new_error)
+        rows.append((*names, *errors, *of_gradients.get(each.layer, ("-", "-"))))
     intro = (
         f"In step {step}, the difference between the model's precision and float32 in the outputs"
         f" of each layer, for {replay.examples} example{'s' * (replay.examples != 1)} of a batch,"
@@ -61,57 +69,63 @@ def layer_errors(run: RunSummary) -> Table:
     columns = ("layer", "class", "outputs", "new error", "gradients", "sampling noise")
     origin = error_origin(replay)
     marked = worst.index(origin) if origin in worst else None
-    return Table(
-        columns,
-        tuple(rows),
-        with_omitted(note, len(replay.layer_errors), _MOST_ERRORS),
-        marked,
-        intro,
-    )
+    note = with_omitted(note, len(replay.layer_errors), _MOST_ERRORS)
+    return Table(columns, tuple(rows), note, marked, intro)
 
 
 def gradients(run: RunSummary) -> Table:
-    """Returns the newest sample by layer. The updates are those of the newest sample that measured them."""
+    """Returns the newest sample by layer, with the updates of the newest one that measured them."""
     sample = run.run.last("sample")
     if sample is None or not len(sample):
         return Table(note=NOT_SAMPLED)
     names = list(dict.fromkeys(map(layer_of, sample.names)))
-    shown = set(names[:MAX_ROWS])
-
-    def by_layer(sample: GradientSample) -> GradientSample:
-        return sample.without(name for name in sample if layer_of(name) not in shown).by_layer()
-
-    updates: dict[str, tuple[str, str]] = {}
-    measured = next((sample for sample in reversed(run.run.samples) if sample.has_update), None)
-    if measured is not None:
-        layers = by_layer(measured)
-        of_layers = zip(
-            layers.names, layers.update_ratio, layers.lost_updates, layers.updates, strict=True
-        )
-        updates = {
-            name: (number(ratio), share_of(lost, count)) for name, ratio, lost, count in of_layers
-        }
-    layers, rows = by_layer(sample), []
+    shown = names[:MAX_ROWS]
+    measured = next((each for each in reversed(run.run.samples) if each.has_update), None)
+    updates = {} if measured is None else _updates_by_layer(measured, shown)
+    layers, rows = _by_layer(sample, shown), []
     for name, amax, norm in zip(layers.names, layers.amax, layers.norm, strict=True):
-        total, counts = layers[name].total, layers[name].zones
-        shares = [share_of(sum(counts[zone] for zone in zones), total) for zones in _ZONES.values()]
-        rows.append(
-            (name, f"{total:,}", *shares, number(amax), number(norm), *updates.get(name, ("", "")))
-        )
+        sizes = number(amax), number(norm)
+        rows.append((name, *_shares(layers[name]), *sizes, *updates.get(name, ("", ""))))
+    measured_in = f"in step {measured.step}" if measured else "not measured"
     note = (
         f"Step {sample.step}, loss scale {scale(sample.loss_scale)}. Of the loss-scaled gradient:"
         " subnormal is below 2^-14, near overflow is 2^13 and above, and amax is the largest"
-        " magnitude. The norm is of the unscaled gradient. Updates"
-        f" ({f'in step {measured.step}' if measured else 'not measured'}): their norm over that of"
-        " the weights, and the share of updates below 2^-11 of their weight, most of which a"
-        " float16 weight would lose."
+        f" magnitude. The norm is of the unscaled gradient. Updates ({measured_in}): their norm"
+        " over that of the weights, and the share of updates below 2^-11 of their weight, most of"
+        " which a float16 weight would lose."
     )
     columns = ("layer", "elements", *_ZONES, "amax", "norm", "update / weight", "updates lost")
     return Table(columns, tuple(rows), with_omitted(note, len(names)))
 
 
+def _shares(histogram: ExponentHistogram) -> Iterator[str]:
+    """Yields the number of elements, and the share of each zone in `_ZONES`."""
+    yield f"{histogram.total:,}"
+    for zones in _ZONES.values():
+        count = sum(histogram.zones[zone] for zone in zones)
+        yield share_of(count, histogram.total)
+
+
+def _by_layer(sample: GradientSample, layers: Collection[str]) -> GradientSample:
+    """Returns a sample by layer, of some layers."""
+    return sample.without(name for name in sample if layer_of(name) not in layers).by_layer()
+
+
+def _updates_by_layer(sample: GradientSample, layers: Collection[str]) -> dict[str, Row]:
+    """Returns the norm of the updates relative to the weights, and the share that is lost."""
+    of_layers = _by_layer(sample, layers)
+    rows = zip(
+        of_layers.names,
+        of_layers.update_ratio,
+        of_layers.lost_updates,
+        of_layers.updates,
+        strict=True,
+    )
+    return {name: (number(ratio), share_of(lost, count)) for name, ratio, lost, count in rows}
+
+
 def overflow_and_underflow(run: RunSummary) -> Table:
-    """Returns how often each variable was the origin of an overflow or underflow, and how often it had one at all."""
+    """Returns how often each variable overflowed and underflowed, and was the origin of it."""
     metrics = run.metrics
     columns = {
         "overflow origin": run.run.last("overflow_origins_by_variable", {}),
@@ -119,19 +133,16 @@ def overflow_and_underflow(run: RunSummary) -> Table:
         "underflow origin": metrics.underflow_origins,
         "underflowed": metrics.underflows,
     }
-    names = dict.fromkeys(name for counts in columns.values() for name in counts)
-    if not names:
-        overflow = (
-            "No variable overflowed"
-            if metrics.skipped_steps is not None
-            else "Overflows were not counted"
-        )
+    counted: dict[str, list[int]] = {}
+    for index, counts in enumerate(columns.values()):
+        for name, count in counts.items():
+            counted.setdefault(name, [0] * len(columns))[index] = count
+    if not counted:
+        is_counted = metrics.skipped_steps is not None
+        overflow = "No variable overflowed" if is_counted else "Overflows were not counted"
         return Table(note=f"{overflow}, and no underflow was detected.")
-    counted = {name: [counts.get(name, 0) for counts in columns.values()] for name in names}
-    rows = [
-        (name, *map(str, counted[name]))
-        for name in heapq.nlargest(MAX_ROWS, counted, key=counted.__getitem__)
-    ]
+    worst = heapq.nlargest(MAX_ROWS, counted, key=counted.__getitem__)
+    rows = [(name, *map(str, counted[name])) for name in worst]
     note = (
         "Overflowed: steps in which the variable's gradient was not finite. Underflowed: of"
         f" {len(metrics.finite_samples)} samples, those in which more than 5 % of its nonzero"
@@ -139,49 +150,54 @@ def overflow_and_underflow(run: RunSummary) -> Table:
         " these, those in which it was the variable nearest the loss. A step with a non-finite"
         " loss has no overflow origin."
     )
-    return Table(("variable", *columns), tuple(rows), with_omitted(note, len(names)))
+    return Table(("variable", *columns), tuple(rows), with_omitted(note, len(counted)))
 
 
 def other_scales(run: RunSummary) -> Table:
-    """Returns what float16 would lose of the sampled gradients at a constant loss scale: that in use, and others."""
+    """Returns what float16 would lose of the sampled gradients at constant loss scales."""
     curve = run.metrics.curve
     if curve is None:
         return Table(note="No sampled gradient was finite." if run.metrics.samples else NOT_SAMPLED)
-    scales, advice = {"in use": curve.in_use}, "No scale is recommended."
-    if curve.recommended:
-        low, high = curve.recommended
-        scales |= {"lowest recommended": low} if curve.is_lowest_known else {}
-        scales |= {"highest recommended": high}
-        advice = (
-            f"Recommended: {f'{scale(2.0**low)} to' if curve.is_lowest_known else 'at most'}"
-            f" {scale(2.0**high)}."
-        )
     rows = []
-    for name, exponent in (scales | ({"none": 0.0} if curve.in_use else {})).items():
-        if curve.log2_scales[0] <= exponent <= curve.log2_scales[-1]:
-            shares = {key: share(value) for key, value in curve.at(exponent).items()}
-            underflow = " to ".join(dict.fromkeys([shares["underflow"], shares["underflow_bound"]]))
-            rows.append(
-                (
-                    f"{name}: {scale(2.0**exponent)}",
-                    underflow,
-                    shares["overflow"],
-                    shares["skipped"],
-                )
-            )
-    itself = (
-        "" if run.metrics.skipped_steps is None else f" In the run itself, {skipped(run.metrics)}."
-    )
-    source = (
-        "Measured with a float32 reference pass."
-        if curve.is_measured
-        else (
+    for name, exponent in _scales_to_show(curve).items():
+        if not curve.log2_scales[0] <= exponent <= curve.log2_scales[-1]:
+            continue
+        shares = {key: share(value) for key, value in curve.at(exponent).items()}
+        underflow = " to ".join(dict.fromkeys([shares["underflow"], shares["underflow_bound"]]))
+        label = f"{name}: {scale(2.0**exponent)}"
+        rows.append((label, underflow, shares["overflow"], shares["skipped"]))
+
+    sentences = [_recommendation(curve), "Shares of gradient elements and of sampled steps."]
+    if run.metrics.skipped_steps is not None:
+        sentences.append(f"In the run itself, {skipped(run.metrics)}.")
+    if curve.is_measured:
+        sentences.append("Measured with a float32 reference pass.")
+    else:
+        sentences.append(
             "Computed from the sampled gradients: values above the scale in use are extrapolated,"
             " and the upper bound of a range counts all zeros as flushed by float16."
         )
-    )
-    note = f"{advice} Shares of gradient elements and of sampled steps.{itself} {source}"
+    columns = ("loss scale", "underflow", "overflow", "would be skipped")
     intro = "What float16 would lose of the sampled gradients at a constant loss scale:"
-    return Table(
-        ("loss scale", "underflow", "overflow", "would be skipped"), tuple(rows), note, intro=intro
-    )
+    return Table(columns, tuple(rows), " ".join(sentences), intro=intro)
+
+
+def _scales_to_show(curve: WhatIf) -> dict[str, float]:
+    """Returns log2 of the scale in use, of those that are recommended, and of none."""
+    scales = {"in use": curve.in_use}
+    if curve.recommended:
+        low, high = curve.recommended
+        if curve.is_lowest_known:
+            scales["lowest recommended"] = low
+        scales["highest recommended"] = high
+    if curve.in_use:
+        scales["none"] = 0.0
+    return scales
+
+
+def _recommendation(curve: WhatIf) -> str:
+    if not curve.recommended:
+        return "No scale is recommended."
+    low, high = curve.recommended
+    begin = f"{scale(2.0**low)} to" if curve.is_lowest_known else "at most"
+    return f"Recommended: {begin} {scale(2.0**high)}."

@@ -19,7 +19,9 @@ _RUNS_PER_TABLE = 3  # columns that fit into 80 characters
 
 
 def summary(runs: Mapping[str, Run]) -> RenderableType:
-    """Returns a summary to print with `rich`: verdict, findings and counts, or a comparison of several runs.
+    """Returns a summary to print with `rich`: verdict, findings and counts.
+
+    Of several runs, it is a comparison.
 
     Args:
         runs: Runs by name, at least one.

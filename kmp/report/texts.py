@@ -1,9 +1,14 @@
-"""Numbers and tables as a report shows them. Names are as in the log: what prints a text escapes it."""
+"""Numbers and tables as a report shows them.
+
+Names are as in the log: what prints a text escapes it.
+"""
 
 import math
 from dataclasses import dataclass
 
 from kmp.utils import as_power
+
+Row = tuple[str, ...]
 
 UNKNOWN = "unknown"
 MAX_ROWS = 40
@@ -22,7 +27,7 @@ class Table:
     """
 
     columns: tuple[str, ...] = ()
-    rows: tuple[tuple[str, ...], ...] = ()
+    rows: tuple[Row, ...] = ()
     note: str = ""
     marked: int | None = None
     intro: str = ""

@@ -1,4 +1,7 @@
-"""Argument validation, atomic files, float formats, names and messages, for all packages. Does not import Keras."""
+"""Argument validation, atomic files, float formats, names and messages, for all packages.
+
+Does not import Keras.
+"""
 
 from kmp.utils import atomic_files as atomic_files
 from kmp.utils import user_messages as user_messages

@@ -21,7 +21,7 @@ _CANNOT_REPLACE = (errno.EBUSY, errno.EACCES, errno.EPERM)
 
 @contextlib.contextmanager
 def atomic_write(path: Path) -> Iterator[BinaryIO]:
-    """Yields an open binary file that replaces `path` on exit; if writing fails, `path` is unchanged.
+    """Yields a binary file that replaces `path` on exit; if writing fails, `path` is unchanged.
 
     The content is on the disk before it replaces the old one, so that it survives a power failure.
     The temporary file, `.NAME.RANDOM.partial`, is created beside `path`; those that killed

@@ -7,7 +7,7 @@ _BACKENDS = ("jax", "torch", "openvino")  # Keras imports a package of the same 
 
 
 def require_tensorflow() -> None:
-    """Raises an `ImportError` if Keras is configured for another backend, or TensorFlow is not installed."""
+    """Raises an `ImportError` without TensorFlow, or if Keras is configured for another backend."""
     if importlib.util.find_spec("tensorflow") is None:
         raise ImportError(
             "kmp needs TensorFlow. Install it with kmp: pip install 'kmp[cuda]' for an NVIDIA GPU, "

@@ -15,9 +15,8 @@ class FloatFormat:
     fraction_bits: int  # without the implicit leading bit
     max: float
     max_exponent: int  # of the largest finite value: the exponent bias
-    max_exact_integer: (
-        int  # the format has every integer from 0 to this: 2048 in float16, 256 in bfloat16
-    )
+    # The format has every integer from 0 to this: 2048 in float16, 256 in bfloat16.
+    max_exact_integer: int
     smallest_normal: float
     min_exponent: int  # of the smallest normal value
     smallest_subnormal: float
@@ -51,7 +50,10 @@ DTYPES_16_BIT = tuple(FORMATS_16_BIT)
 
 
 def is_power_of_two(number: float) -> bool:
-    """Whether a number is a power of two: multiplying by it is exact, unless the product leaves the normal range."""
+    """Whether a number is a power of two.
+
+    Multiplying by it is exact, unless the product leaves the normal range.
+    """
     return math.frexp(number)[0] == 0.5
 
 

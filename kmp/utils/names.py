@@ -14,25 +14,27 @@ _INVISIBLE = re.compile(
 
 
 def matching_indices(patterns: str | Sequence[str], names: Sequence[str]) -> list[int]:
-    """Returns the indices of the names that equal or match a pattern (`*`, `?`, `[...]`, case-sensitive), in order.
+    """Returns the indices of the names that equal or match a pattern, in order.
+
+    A pattern has `*`, `?` and `[...]`; upper and lower case differ.
 
     Raises:
         ValueError: If a pattern matches no name. The message lists the names.
     """
-    patterns = [patterns] if isinstance(patterns, str) else list(patterns)
-    wildcards = [
-        pattern for pattern in patterns if any(character in pattern for character in "*?[")
-    ]
-    exact, known = set(patterns), set(names)
+    patterns = [patterns] if isinstance(patterns, str) else patterns
+    matched: set[int] = set()
     for pattern in patterns:
-        if pattern not in known and not (
-            pattern in wildcards and any(fnmatchcase(name, pattern) for name in names)
-        ):
+        indices = _matches(pattern, names)
+        if not indices:
             raise ValueError(f"No variable matches {pattern!r}. The names are: {listed(names)}")
+        matched.update(indices)
+    return sorted(matched)
+
+
+def _matches(pattern: str, names: Sequence[str]) -> list[int]:
+    """Returns the indices of the names that a pattern matches; a name may contain wildcards too."""
     return [
-        index
-        for index, name in enumerate(names)
-        if name in exact or any(fnmatchcase(name, pattern) for pattern in wildcards)
+        index for index, name in enumerate(names) if name == pattern or fnmatchcase(name, pattern)
     ]
 
 
@@ -71,7 +73,7 @@ def listed(names: Sequence[str]) -> str:
 
 
 def printable(text: str) -> str:
-    r"""Returns a text with every character escaped that a reader cannot see, such as `\x1b` or `\u202e`.
+    r"""Returns a text with invisible characters escaped, such as `\x1b` or `\u202e`.
 
     These are control characters, escape sequences of terminals, direction marks, characters of zero
     width, line breaks, spaces other than the ASCII space, and lone surrogates, which no file can

@@ -24,8 +24,10 @@ def warn(message: str) -> None:
 
 
 def one_line(error: Exception) -> str:
-    """Returns an error's message on one line of at most 200 characters, or its class name if the message is empty."""
-    text = re.sub(
-        r"\{\{function_node \S*\}\} ?", "", str(error)
-    )  # TensorFlow's name of the operation comes first
+    """Returns an error's message on one line of at most 200 characters.
+
+    If it is empty, returns the name of the class.
+    """
+    # TensorFlow's name of the operation comes first.
+    text = re.sub(r"\{\{function_node \S*\}\} ?", "", str(error))
     return textwrap.shorten(text or type(error).__name__, 200, placeholder=" ...")

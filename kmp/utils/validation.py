@@ -26,14 +26,16 @@ def message(name: str, value: Any, expected: str) -> str:
 
 
 def python_scalar(value: Any) -> Any:
-    """Returns the element of a NumPy scalar, 0-d array or eager tensor as Python's type, and other values unchanged."""
+    """Returns the element of a NumPy scalar, 0-d array or eager tensor as Python's type.
+
+    Other values are returned unchanged.
+    """
     if not isinstance(value, np.generic) and getattr(value, "shape", None) != ():
         return value
     try:
         return np.asarray(value.numpy() if hasattr(value, "numpy") else value).item()
-    except (
-        Exception
-    ):  # a symbolic tensor has no value; Keras and TensorFlow raise different classes
+    except Exception:
+        # A symbolic tensor has no value; Keras and TensorFlow raise different classes.
         return value
 
 
@@ -57,7 +59,10 @@ def positive_integer(name: str, value: Any) -> int:
 
 
 def number(name: str, value: Any, expected: str, accepts: Callable[[float], bool]) -> float:
-    """Returns a finite real number that `accepts` accepts as a `float`; `expected` is that range in words."""
+    """Returns a finite real number that `accepts` accepts, as a `float`.
+
+    `expected` is that range in words.
+    """
     scalar = python_scalar(value)
     if isinstance(scalar, bool) or not isinstance(scalar, numbers.Real):
         raise TypeError(message(name, value, expected))
@@ -89,7 +94,7 @@ def boolean_or_auto(name: str, value: Any) -> bool | str:
 
 
 def one_of(name: str, value: Any, allowed: tuple[str, ...]) -> str:
-    """Returns one of the allowed strings, or the name of a dtype policy or dtype if it is one of them."""
+    """Returns one of the allowed strings; of a dtype policy or dtype, its name."""
     expected = "one of " + ", ".join(repr(item) for item in allowed)
     chosen = value if isinstance(value, str) else getattr(value, "name", None)
     if not isinstance(chosen, str):
@@ -119,7 +124,10 @@ def patterns(name: str, value: Any) -> tuple[str, ...] | None:
 
 
 def local_path(name: str, value: Any, suffixes: tuple[str, ...] = ()) -> Path:
-    """Returns a path on this machine, with `~` expanded; with suffixes, that of a file whose name ends in one."""
+    """Returns a path on this machine, with `~` expanded.
+
+    With suffixes, it is that of a file whose name ends in one.
+    """
     expected = "the path of a local folder or file"
     if suffixes:
         expected = f"the path of a local file that ends in {' or '.join(suffixes)}"

@@ -95,7 +95,8 @@ NETWORKS = [f"{name} {mode}" for name in ("ResNet-50", "BERT-base") for mode in 
         ({}, CPU, ["operations", "small graph XLA"]),
         ({}, T4, ["operations", "small graph XLA", *NETWORKS]),
         ({"is_quick": True}, T4, ["operations", "small XLA"]),
-        ({"only": ["bert"], "mode": "graph"}, CPU, ["BERT-base graph"]),
+        ({"is_quick": True, "only": ["bert"]}, CPU, ["BERT-base XLA"]),
+        ({"only": ["bert"]}, CPU, ["BERT-base graph", "BERT-base XLA"]),
     ],
 )
 def test_large_networks_are_measured_by_default_on_a_gpu(monkeypatch, arguments, machine, expected):

@@ -6,7 +6,10 @@ import pytest
 
 
 def is_within_tolerance(result):
-    """Whether the error of the logits is close to that of Keras' mixed_float16; untrained networks amplify rounding."""
+    """Whether the error of the logits is close to that of Keras' mixed_float16.
+
+    Untrained networks amplify rounding.
+    """
     return result["relative_error"] < 1.5 * result["relative_error_of_keras"] + 1e-3
 
 
@@ -14,7 +17,10 @@ build = applications.build
 
 
 def first_blocks(name):
-    """Returns ConvNeXt's first blocks of 18, with each of its custom layers, and another output layer."""
+    """Returns the first blocks of ConvNeXt, with another output layer.
+
+    They have each of its custom layers.
+    """
     network = build(name)
     x = keras.layers.GlobalAveragePooling2D()(
         network.get_layer("convnext_tiny_stage_0_block_2_identity").output

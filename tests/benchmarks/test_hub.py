@@ -1,4 +1,7 @@
-"""Models of keras-hub in float16. Needs the extra `hub`; the committed results are tested without it."""
+"""Models of keras-hub in float16.
+
+Needs the extra `hub`; the committed results are tested without it.
+"""
 
 import json
 

@@ -26,7 +26,8 @@ ENTRY %main.9 (Arg_0.1: f16[4,8], Arg_1.2: s64[], Arg_2.3: pred[]) -> (f32[8], f
   %Arg_1.2 = s64[] parameter(1), metadata={op_name="XLA_Args"}
   %Arg_2.3 = pred[] parameter(2)
   %input_reduce_fusion.12 = f32[8]{0} fusion(%Arg_0.1), calls=%sum, metadata={op_name="bn_3/Sum_12"}
-  %conv.1 = (f16[4,8], u8[0]) custom-call(%Arg_0.1), custom_call_target="conv", metadata={op_name="conv_7/Conv"}
+  %conv.1 = (f16[4,8], u8[0]) custom-call(%Arg_0.1), custom_call_target="conv", \
+metadata={op_name="conv_7/Conv"}
   %get-tuple-element.4 = f16[4,8]{1,0} get-tuple-element(%conv.1), index=0
   %add_fusion = (f32[8]{0}, f32[8]{0}, /*index=2*/s64[]) fusion(%input_reduce_fusion.12, %Arg_1.2)
   %get-tuple-element.5 = f32[8]{0} get-tuple-element(%add_fusion), index=0

@@ -39,7 +39,7 @@ def write_run(folder):
             for out in ("run/kmp.jsonl", "report", "")
         ),
         (["bench", "--batch", "0"], "an integer of at least 1, received '0'"),
-        (["bench", "--mode", "eager"], "invalid choice: 'eager'"),
+        (["bench", "--only", "vgg"], "invalid choice: 'vgg'"),
         (["bench", "--only", "all"], "invalid choice: 'all'"),
         (["bench", "--json", "results.txt"], "must end in .json, received 'results.txt'"),
         (
@@ -249,7 +249,10 @@ RESULTS = [
 
 @pytest.fixture
 def run_bench(monkeypatch):
-    """Returns a function that runs `kmp bench` with fake results; it returns the status and the arguments passed on."""
+    """Returns a function that runs `kmp bench` with fake results.
+
+    It returns the status, and the arguments that `measure` received.
+    """
 
     def run(arguments, results=(), error=None):
         def measure(*received):
@@ -266,9 +269,9 @@ def run_bench(monkeypatch):
 
 
 def test_bench_passes_its_arguments_on(run_bench):
-    arguments = ["--only", *bench.PARTS, "--mode", "XLA", "--batch", "64"]
-    assert run_bench(arguments) == (0, [([*bench.PARTS], False, "XLA", 64)])
-    assert run_bench(["--quick"]) == (0, [([], True, None, None)])
+    arguments = ["--only", *bench.PARTS, "--batch", "64"]
+    assert run_bench(arguments) == (0, [([*bench.PARTS], False, 64)])
+    assert run_bench(["--quick"]) == (0, [([], True, None)])
 
 
 @pytest.mark.parametrize(

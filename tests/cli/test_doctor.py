@@ -28,7 +28,7 @@ CUDA_BUILD = {  # of TensorFlow 2.21
 
 @pytest.fixture
 def nvidia_smi(monkeypatch, tmp_path):
-    """Returns a function that installs a `nvidia-smi` with this output and exit status, and no other."""
+    """Returns a function that installs a `nvidia-smi` with an output and exit status."""
     monkeypatch.setenv("PATH", str(tmp_path))
 
     def install(output, status=0, mode=0o755):
@@ -52,7 +52,10 @@ def machine(monkeypatch):
 
 @pytest.fixture
 def versions(monkeypatch):
-    """The versions of packages that replace those of this environment; `None` where one is not installed."""
+    """The versions of packages that replace those of this environment.
+
+    `None` where one is not installed.
+    """
     replaced, real = {}, importlib.metadata.version
 
     def version(name):
@@ -242,7 +245,7 @@ def test_xla_that_does_not_compile_is_a_warning(machine, monkeypatch):
 
 @pytest.fixture
 def without_gpu_checks(monkeypatch):
-    """Replaces the checks of TensorFlow, the GPUs and XLA, which take most of the time of the command."""
+    """Replaces the checks of TensorFlow, the GPUs and XLA, which take most of the time."""
     monkeypatch.setattr(doctor, "gpu_checks", lambda has_driver: ())
     monkeypatch.setattr(kmp, "gpus", tuple)  # for one, more is measured in other processes
 

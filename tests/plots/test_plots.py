@@ -38,7 +38,7 @@ def overflows_of(overflows, origins=None, step=1):
 
 
 def compared(*errors, step=9, output_error=0.002, **values):
-    """Returns a record of a comparison: of each layer, the error of its outputs and its new error."""
+    """Returns a record of a comparison, with the errors of each layer."""
     layers = [LayerError(f"net/layer_{index}", *pair) for index, pair in enumerate(errors)]
     replay = make_replay(
         32, 8.0, 1.0, 1.0, True, True, output_error=output_error, layer_errors=layers, **values
@@ -87,7 +87,7 @@ def visible_ticks(axis, limits):
     return [tick for tick in axis.get_ticklocs() if limits[0] <= tick <= limits[1]]
 
 
-def test_gradient_exponents_draws_counts_with_and_without_the_loss_scale_and_the_limits_of_float16():
+def test_gradient_exponents_draws_counts_with_and_without_the_scale_and_the_limits_of_float16():
     ax = plots.gradient_exponents(histogram())
     assert nonempty_exponents(ax, "gradient times loss scale $2^{10}$") == [-20, 3]
     assert nonempty_exponents(ax, "gradient without the loss scale") == [-30, -7]
@@ -340,7 +340,7 @@ def test_metric_has_a_line_for_each_run():
 
 
 def joined(ax, label):
-    """Returns the joined points of the lines in a colour, the x at which dashed lines begin, and the lines."""
+    """Returns the points of the lines in a colour, and where dashed lines begin."""
     solid = line(ax, label)
     lines = [drawn for drawn in ax.lines if drawn.get_color() == solid.get_color()]
     parts = [drawn.get_xydata() for drawn in lines]
@@ -420,7 +420,7 @@ def test_shares_have_short_ticks_in_percent(elements):
     assert max(map(len, labels)) <= len("0.000001 %")
 
 
-def test_bars_show_nonfinite_gradients_and_overflow_origins_of_the_newest_record_also_without_colour():
+def test_bars_show_nonfinite_gradients_and_origins_of_the_newest_record_also_without_colour():
     newest = overflows_of({"a": 7, "b": 9, "c": 5, "d": 0}, {"c": 4, "a": 3}, step=2)
     ax = plots.overflowing_variables(Run([overflows_of({"a": 1}, {"a": 1}), newest]))
     assert texts_of(ax.get_yticklabels()) == ["c", "a", "b"]

@@ -1,4 +1,7 @@
-"""Logs that kmp did not write, or that were changed: each is refused with file and line, or everything accepts it."""
+"""Logs that kmp did not write, or that were changed.
+
+Each is refused with file and line, or everything accepts it.
+"""
 
 import copy
 import json

@@ -88,7 +88,10 @@ def make_run(
     steps=300,
     **settings,
 ):
-    """Returns a run at a fixed scale of 16 that underflows, skips steps, or is healthy with a large `shift`."""
+    """Returns a run at a fixed scale of 16.
+
+    It underflows, skips steps, or is healthy with a large `shift`.
+    """
     rows = []
     for step in range(10, steps + 1, 10):
         count = skipped * step // steps
@@ -113,7 +116,7 @@ def make_run(
 
 
 def make_compared_run(layers=("m/first", "m/last"), **arguments):
-    """Returns a run with a comparison in step 300, in which a harmful error begins in the last layer."""
+    """Returns a run with a comparison in which the error begins in the last layer."""
     errors = [LayerError(layer, 0.002, 0.0005) for layer in layers[:-1]]
     errors += [LayerError(layers[-1], 1.25, 1.5), LayerError("m", 1.25)]
     of_gradients = [
@@ -451,7 +454,7 @@ def test_gradients_are_of_the_newest_sample_by_layer_and_truncated_with_a_note()
     assert table.note.endswith("10 more are not shown.")
 
 
-def test_skipped_steps_and_overflow_origins_are_counted_since_training_began_also_after_a_fallback():
+def test_skipped_steps_and_origins_are_counted_since_training_began_also_after_a_fallback():
     run = make_run(skipped=60, shift=20)
     middle = len(run.rows) // 2
     run.rows.insert(
@@ -546,7 +549,7 @@ def test_reports_of_unusual_runs_are_accurate(without_figures, name):
     assert 'alt=""' not in page
     if not run.samples:
         assert (
-            "No gradients were sampled. Attach kmp.callbacks.GradientHistogram to sample them."
+            "No gradients were sampled. Attach kmp.callbacks.defaults() to sample them."
             in text_of(page)
         )
 

@@ -51,12 +51,15 @@ def source_of(name):
 
 
 def is_named(at, finding):
-    """Whether the title or the change of a finding names a layer, an argument or a part of the batch."""
+    """Whether a finding names a layer, an argument or a part of the batch."""
     return at in finding.title or at in finding.change
 
 
 def run_program(name, folder, source=None):
-    """Runs a program, or a changed source of it, in a folder; returns its score, NaN if it is stuck, and its run."""
+    """Runs a program, or a changed source of it, in a folder.
+
+    Returns its score, NaN if it is stuck, and its run.
+    """
     folder.mkdir(parents=True)
     namespace = dict(vars(inspect.getmodule(PROGRAMS[name])), __name__=name)
     exec(compile(source or source_of(name), name, "exec"), namespace)
@@ -89,7 +92,10 @@ def edited(source, edits):
 
 
 def _without_records(source):
-    """Returns a program that records nothing: its score is the same, and it takes half of the time."""
+    """Returns a program that records nothing, and takes half of the time.
+
+    Its score is the same.
+    """
     changed, count = re.subn(
         r"kmp\.callbacks\.defaults\([^()]*\)", "[kmp.callbacks.Monitor(replay=False)]", source
     )
@@ -159,5 +165,8 @@ def _calls_with_name(tree, name):
 
 
 def is_cured(score, sound):
-    """Whether a score is as good as that of a sound run: 0.05 of an accuracy less, or a quarter of an error more."""
+    """Whether a score is as good as that of a sound run.
+
+    0.05 of an accuracy less is, and so is a quarter of an error more.
+    """
     return np.isfinite(score) and score >= sound - max(0.05, 0.25 * abs(sound) * (sound < 0))

@@ -1,4 +1,4 @@
-"""Writes the tables of docs/advice.md: what is advised for each program, and what the change achieves.
+"""Writes the tables of docs/advice.md: what is advised for each program, and what it achieves.
 
 Run with `python tests/advice/faults/table.py`.
 """
@@ -137,7 +137,7 @@ def _table(rows):
 
 
 def _fault(name):
-    return inspect.getdoc(PROGRAMS[name])
+    return " ".join(inspect.getdoc(PROGRAMS[name]).split())
 
 
 def _score(score):

@@ -1,8 +1,8 @@
-"""Programs with a planted fault, and healthy ones, as users write them: each is a function that returns a score.
+"""Programs with a planted fault, and healthy ones, as users write them.
 
-A function gets a random generator, and returns an accuracy, or an error with a minus sign. Its
-source is edited as a finding says, so what may have to change stands in it. `frame` has what
-several of them use.
+Each is a function that returns a score. A function gets a random generator, and returns an
+accuracy, or an error with a minus sign. Its source is edited as a finding says, so what may have to
+change stands in it. `frame` has what several of them use.
 """
 
 import importlib

@@ -16,7 +16,10 @@ from programs.frame import (
 
 
 def fault_constant_mask(rng):
-    """An attention multiplies its mask with -1e9, which is -inf in float16, typical for code written for float32."""
+    """An attention multiplies its mask with -1e9, which is -inf in float16.
+
+    Typical for code written for float32.
+    """
 
     class Attention(MaskedAttention):
         def mask(self, scores, is_word):
@@ -33,7 +36,10 @@ def fault_constant_mask(rng):
 
 
 def fault_constant_normalize(rng):
-    """The epsilon of a normalization by hand is zero in float16, so blank images divide 0 by 0, as in NumPy code."""
+    """The epsilon of a normalization by hand is zero in float16, so blank images divide 0 by 0.
+
+    Typical for NumPy code.
+    """
 
     class Standardize(keras.layers.Layer):
         def __init__(self, epsilon=1e-12, **kwargs):
@@ -76,7 +82,10 @@ def fault_constant_normalize(rng):
 
 
 def fault_constant_empty_set(rng):
-    """A mean over a set adds 1e-8 to a count that can be zero, and float16 rounds 1e-8 to 0, typical for sets."""
+    """A mean over a set adds 1e-8 to a count that can be zero, and float16 rounds 1e-8 to 0.
+
+    Typical for sets.
+    """
     keras.utils.set_random_seed(41)
     kmp.enable()
 
@@ -117,7 +126,10 @@ def fault_constant_empty_set(rng):
 
 
 def fault_constant_average(rng):
-    """A masked mean adds 1e-10 to a count that can be zero, which float16 rounds to zero, typical for empty texts."""
+    """A masked mean adds 1e-10 to a count that can be zero, which float16 rounds to zero.
+
+    Typical for empty texts.
+    """
 
     class MaskedAverage(keras.layers.Layer):
         def call(self, embedded, is_word):

@@ -8,7 +8,10 @@ from programs.frame import accuracy, crossentropy, event_classifier, events, exp
 
 
 def fault_exploding_sgd(rng):
-    """SGD with momentum has a learning rate 30 times too large, typical for a rate taken from a much larger batch."""
+    """SGD with momentum has a learning rate 30 times too large.
+
+    Typical for a rate taken from a much larger batch.
+    """
     kmp.enable()
 
     x = rng.normal(size=(1280, 16)).astype("float32")
@@ -40,7 +43,10 @@ def fault_exploding_sgd(rng):
 
 
 def fault_exploding_warmup(rng):
-    """A warm-up raises the learning rate of Adam to 3.0 in place of 3e-3, typical for a schedule that was copied."""
+    """A warm-up raises the learning rate of Adam to 3.0 in place of 3e-3.
+
+    Typical for a schedule that was copied.
+    """
     rng = np.random.default_rng(6)
     HOURS = 36
 
@@ -75,7 +81,10 @@ def fault_exploding_warmup(rng):
 
 
 def fault_exploding_lion(rng):
-    """Lion has a learning rate 500 times too large for a subclassed GRU, typical for a rate that suited SGD."""
+    """Lion has a learning rate 500 times too large for a subclassed GRU.
+
+    Typical for a rate that suited SGD.
+    """
     kmp.enable()
     time = np.linspace(0, 1, 8)[None, :, None]
     label = rng.integers(0, 3, size=2000)

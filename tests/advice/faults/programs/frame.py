@@ -8,7 +8,10 @@ import kmp
 
 
 def clusters(rng, classes, rows, shape, noise, spread=1.0):
-    """Returns points around the center of their class, the same at each step of a sequence, and the classes."""
+    """Returns points around the center of their class, and the classes.
+
+    A point is the same at each step of a sequence.
+    """
     centers = rng.normal(scale=spread, size=(classes, shape[-1]))
     y = rng.integers(0, classes, rows)
     around = centers[y].reshape(rows, *[1] * (len(shape) - 1), shape[-1])
@@ -71,7 +74,7 @@ def texts(rng):
 
 
 def classifier_after(layer, shape, units):
-    """Returns a classifier with a hidden layer, for two classes, of what a layer makes of the inputs."""
+    """Returns a classifier for two classes, with a hidden layer on what a layer returns."""
     inputs, hidden = keras.Input(shape), keras.layers.Dense(units, activation="relu", name="hidden")
     return keras.Model(inputs, keras.layers.Dense(2, name="logits")(hidden(layer(inputs))))
 
@@ -166,7 +169,7 @@ def explained_variance(model, x, y):
 
 
 def train_in_loop(model, step, arrays, epochs, callbacks, batch_size=32):
-    """Calls a training step with batches of arrays and does what a custom loop does with callbacks."""
+    """Calls a training step with batches, and the callbacks as a custom loop does."""
     callbacks = keras.callbacks.CallbackList(callbacks, model=model)
     callbacks.on_train_begin()
     for epoch in range(epochs):

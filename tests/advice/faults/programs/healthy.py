@@ -28,7 +28,7 @@ from programs.frame import (
 
 
 def healthy_autoencoder(rng):
-    """Sound: a variational autoencoder whose layer samples, and adds a small divergence, in float32."""
+    """Sound: a variational autoencoder that samples, and adds a divergence, in float32."""
 
     class Sampling(keras.layers.Layer):
         def __init__(self, weight, **kwargs):
@@ -120,7 +120,10 @@ def healthy_clipped_lstm(rng):
 
 
 def healthy_custom_loop(rng):
-    """Sound: a custom training loop with scale_loss, kmp.guard and gradients that are clipped by hand after unscale."""
+    """Sound: a custom training loop with scale_loss and kmp.guard.
+
+    Gradients are clipped by hand after unscale.
+    """
     kmp.enable()
 
     tokens = np.zeros((768, 13), "int32")
@@ -192,7 +195,10 @@ def healthy_dead_relu(rng):
 
 
 def healthy_distillation(rng):
-    """Sound: a train_step adds a divergence from a frozen teacher to the loss, and keeps an average in float32."""
+    """Sound: a train_step adds a divergence from a frozen teacher to the loss.
+
+    It keeps an average in float32.
+    """
 
     class Distiller(keras.Model):
         def __init__(self, teacher, student):
@@ -247,7 +253,10 @@ def healthy_distillation(rng):
 
 
 def healthy_dropout_gru(rng):
-    """Sound: strong dropout before and after a GRU, which makes many gradients zero and the loss noisy."""
+    """Sound: strong dropout before and after a GRU.
+
+    Many gradients are zero, and the loss is noisy.
+    """
     kmp.enable()
 
     frequency = rng.choice([0.3, 0.5, 0.8], size=1280)
@@ -307,7 +316,10 @@ def healthy_float32_attention(rng):
 
 
 def healthy_frozen_backbone(rng):
-    """Sound: transfer learning with a frozen convolution and BatchNormalization; only the head is trained."""
+    """Sound: transfer learning with a frozen convolution and BatchNormalization.
+
+    Only the head is trained.
+    """
     kmp.enable()
 
     images, y = quadrants(rng, 0.6)
@@ -401,7 +413,10 @@ def healthy_label_smoothing(rng):
 
 
 def healthy_large_initial_scale(rng):
-    """Sound: an initial loss scale of 2^24 skips the first steps until it fits, and grows again every 100 steps."""
+    """Sound: an initial loss scale of 2^24 skips the first steps until it fits.
+
+    It grows again every 100 steps.
+    """
     kmp.enable(initial_scale=2.0**24, growth_interval=100)
 
     images, is_vertical = lines(rng)
@@ -420,7 +435,10 @@ def healthy_large_initial_scale(rng):
 
 
 def healthy_masked_attention(rng):
-    """Sound: attention that sets the scores of padding to -inf, in rows that always keep at least one word."""
+    """Sound: attention that sets the scores of padding to -inf.
+
+    A row always keeps at least one word.
+    """
 
     class Attention(MaskedAttention):
         def mask(self, scores, is_word):
@@ -437,7 +455,10 @@ def healthy_masked_attention(rng):
 
 
 def healthy_small_learning_rate(rng):
-    """Sound: a wide network at a low learning rate, whose float32 weights keep updates that float16 would lose."""
+    """Sound: a wide network at a low learning rate.
+
+    Its float32 weights keep updates that float16 would lose.
+    """
     kmp.enable()
 
     x, y = clusters(rng, 4, 1536, (16,), noise=0.8)
@@ -465,7 +486,10 @@ def healthy_small_learning_rate(rng):
 
 
 def healthy_rezero_transformer(rng):
-    """Sound: residual gates and a head that start at zero, with a learning rate that warms up from zero."""
+    """Sound: residual gates and a head that start at zero.
+
+    The learning rate warms up from zero.
+    """
     rng = np.random.default_rng(20)
     LENGTH, VOCABULARY = 16, 12
 
@@ -541,7 +565,10 @@ def healthy_sparse_inputs(rng):
 
 
 def healthy_sum_vae(rng):
-    """Sound: losses that are sums over the batch, with an initial loss scale of 2^24 and a clipped global norm."""
+    """Sound: losses that are sums over the batch, with a clipped global norm.
+
+    The initial loss scale is 2^24.
+    """
     rng = np.random.default_rng(24)
     SIZE, LATENT = 16, 6
 
@@ -592,7 +619,10 @@ def healthy_sum_vae(rng):
 
 
 def healthy_train_step(rng):
-    """Sound: a train_step that calls scale_loss on a small loss, so the loss scale lifts its gradients."""
+    """Sound: a train_step that calls scale_loss on a small loss.
+
+    The loss scale lifts its gradients.
+    """
 
     class Denoiser(keras.Model):
         def train_step(self, data):
@@ -634,7 +664,10 @@ def healthy_train_step(rng):
 
 
 def healthy_unused_head(rng):
-    """Sound: a model with two heads of which only one has a loss, so the other's weights never get a gradient."""
+    """Sound: a model with two heads of which only one has a loss.
+
+    The other's weights never get a gradient.
+    """
     kmp.enable()
 
     x = rng.normal(size=(1280, 10)).astype("float32")
@@ -668,7 +701,10 @@ def healthy_unused_head(rng):
 
 
 def healthy_unused_rows(rng):
-    """Sound: an embedding for 2000 words of which the texts use 60, so most of its gradient is zero."""
+    """Sound: an embedding for 2000 words of which the texts use 60.
+
+    Most of its gradient is zero.
+    """
     kmp.enable()
 
     words = rng.choice(rng.choice(2000, size=60, replace=False), size=(1280, 8)).astype("int32")

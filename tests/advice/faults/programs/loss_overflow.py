@@ -10,7 +10,10 @@ from programs.frame import accuracy, crossentropy, explained_variance, train_in_
 
 
 def fault_loss_overflow_activity(rng):
-    """An activity penalty sums squares in float16 beyond its range, as in a sparsity layer by hand."""
+    """An activity penalty sums squares in float16 beyond its range.
+
+    Typical in a sparsity layer by hand.
+    """
 
     class ActivityPenalty(keras.layers.Layer):
         def __init__(self, rate, **kwargs):
@@ -48,7 +51,10 @@ def fault_loss_overflow_activity(rng):
 
 
 def fault_loss_overflow_compute_loss(rng):
-    """A compute_loss adds squares over time and sensors in the model's float16, typical for a loss in a model."""
+    """A compute_loss adds squares over time and sensors in the model's float16.
+
+    Typical for a loss in a model.
+    """
 
     class Forecaster(keras.Model):
         def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
@@ -76,7 +82,10 @@ def fault_loss_overflow_compute_loss(rng):
 
 
 def fault_loss_overflow_autoencoder(rng):
-    """A layer adds up squared pixel errors of 0 to 255 in float16, typical for a layer that holds the loss."""
+    """A layer adds up squared pixel errors of 0 to 255 in float16.
+
+    Typical for a layer that holds the loss.
+    """
 
     class ReconstructionLoss(keras.layers.Layer):
         def call(self, image, decoded):
@@ -104,7 +113,10 @@ def fault_loss_overflow_autoencoder(rng):
 
 
 def fault_loss_overflow_prices(rng):
-    """The loop squares errors of raw prices in the dtype of the prediction, typical for a loop of float32."""
+    """The loop squares errors of raw prices in the dtype of the prediction.
+
+    Typical for a loop of float32.
+    """
     kmp.enable()
 
     x = rng.normal(size=(768, 8)).astype("float32")
@@ -141,7 +153,10 @@ def fault_loss_overflow_prices(rng):
 
 
 def fault_loss_overflow_sparsity(rng):
-    """An L1 penalty is summed over the batch in float16 before it is scaled down, typical for sparse autoencoders."""
+    """An L1 penalty is summed over the batch in float16 before it is scaled down.
+
+    Typical for sparse autoencoders.
+    """
     rng = np.random.default_rng(3)
     WIDTH, ATOMS = 48, 96
     dictionary = rng.normal(size=(ATOMS, WIDTH)) / np.sqrt(WIDTH)

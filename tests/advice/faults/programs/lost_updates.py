@@ -9,7 +9,10 @@ from programs.frame import accuracy, clusters, crossentropy, explained_variance,
 
 
 def fault_lost_updates_wide_dense(rng):
-    """Weights stored in float16 lose the small updates of plain SGD, as when "float16" is set to save memory."""
+    """Weights stored in float16 lose the small updates of plain SGD.
+
+    Typical when "float16" is set to save memory.
+    """
     kmp.enable(policy="float16")
 
     x, y = clusters(rng, 4, 1536, (16,), noise=0.6)
@@ -35,7 +38,10 @@ def fault_lost_updates_wide_dense(rng):
 
 
 def fault_lost_updates_embedding(rng):
-    """Ratings near 10 that are stored in float16 never move, as when the memory of a table is halved."""
+    """Ratings near 10 that are stored in float16 never move.
+
+    Typical when the memory of a table is halved.
+    """
     kmp.enable("float16")
 
     strength = rng.normal(size=60)
@@ -67,7 +73,10 @@ def fault_lost_updates_embedding(rng):
 
 
 def fault_lost_updates_gru(rng):
-    """A recurrent model with float16 weights hardly learns at a low learning rate, as if "float16" were AMP."""
+    """A recurrent model with float16 weights hardly learns at a low learning rate.
+
+    Typical for those who take "float16" for AMP.
+    """
     kmp.enable("float16")
 
     sequence, y = clusters(rng, 3, 1280, (5, 8), noise=0.8)
@@ -94,7 +103,10 @@ def fault_lost_updates_gru(rng):
 
 
 def fault_lost_updates_factors(rng):
-    """Tables of a recommender in float16 never move by the small steps of Lion, typical for a port of model.half()."""
+    """Tables of a recommender in float16 never move by the small steps of Lion.
+
+    Typical for a port of model.half().
+    """
     USERS, ITEMS, RANK = 300, 200, 4
     true_users = rng.uniform(0.4, 1.2, (USERS, RANK))
     true_items = rng.uniform(0.4, 1.2, (ITEMS, RANK))
@@ -141,7 +153,10 @@ def fault_lost_updates_factors(rng):
 
 
 def fault_lost_updates_profile(rng):
-    """One embedding keeps values near 100 in float16 and never moves, typical for saving the memory of one table."""
+    """One embedding keeps values near 100 in float16 and never moves.
+
+    Typical for saving the memory of one table.
+    """
     kmp.enable()
     hours = np.arange(168)
     week = (
@@ -180,7 +195,10 @@ def fault_lost_updates_profile(rng):
 
 
 def fault_lost_updates_gain(rng):
-    """A layer of the user's own keeps the gain of each channel in float16, near 100, and its updates are lost."""
+    """A layer of the user's own keeps the gain of each channel in float16, near 100.
+
+    Its updates are lost.
+    """
     kmp.enable()
 
     class Calibration(keras.layers.Layer):

@@ -9,7 +9,10 @@ from programs.frame import accuracy, crossentropy, walk_model, walks
 
 
 def fault_optimizer_state_adam(rng):
-    """PyTorch's default epsilon of Adam is zero in the float16 state, as when a script is ported to "float16"."""
+    """PyTorch's default epsilon of Adam is zero in the float16 state.
+
+    Typical when a script is ported to "float16".
+    """
     kmp.enable(policy="float16")
 
     y = rng.integers(0, 3, 1024)
@@ -43,7 +46,10 @@ def fault_optimizer_state_adam(rng):
 
 
 def fault_optimizer_state_default_epsilon(rng):
-    """Adam with its default epsilon takes huge steps under "float16", as for someone who wants to save memory."""
+    """Adam with its default epsilon takes huge steps under "float16".
+
+    Typical for someone who wants to save memory.
+    """
     kmp.enable("float16")
 
     digits = load_digits()
@@ -71,7 +77,10 @@ def fault_optimizer_state_default_epsilon(rng):
 
 
 def fault_optimizer_state_rmsprop(rng):
-    """RMSprop divides by zero because its epsilon vanishes in a float16 state, as when all is "float16"."""
+    """RMSprop divides by zero because its epsilon vanishes in a float16 state.
+
+    Typical when all is "float16".
+    """
     kmp.enable("float16")
 
     x, y = walks(rng)
@@ -96,7 +105,10 @@ def fault_optimizer_state_rmsprop(rng):
 
 
 def fault_optimizer_state_zero_epsilon(rng):
-    """An epsilon of 0 divides 0 by 0 where inputs are always 0, typical for a constant that looks superfluous."""
+    """An epsilon of 0 divides 0 by 0 where inputs are always 0.
+
+    Typical for a constant that looks superfluous.
+    """
     kmp.enable()
 
     y = rng.integers(0, 4, 1280).astype("int32")

@@ -9,7 +9,10 @@ from programs.frame import accuracy, clusters, crossentropy, explained_variance,
 
 
 def fault_backward_overflow_height(rng):
-    """Heights in meters push the loss scale down until the label's gradients vanish, typical for raw units."""
+    """Heights in meters push the loss scale down until the label's gradients vanish.
+
+    Typical for raw units.
+    """
     kmp.enable()
 
     image, label = quadrants(rng, 0.7, noise=0.5)
@@ -48,7 +51,10 @@ def fault_backward_overflow_height(rng):
 
 
 def fault_forward_overflow_cube(rng):
-    """Cubes of features near 60 exceed float16, typical for polynomial features that are built inside the model."""
+    """Cubes of features near 60 exceed float16.
+
+    Typical for polynomial features that are built inside the model.
+    """
 
     class Polynomial(keras.layers.Layer):
         def call(self, inputs):
@@ -85,7 +91,10 @@ def fault_forward_overflow_cube(rng):
 
 
 def fault_forward_overflow_depth(rng):
-    """Three layers with a large initialization multiply activations beyond float16, as by a copied initializer."""
+    """Three layers with a large initialization multiply activations beyond float16.
+
+    Typical for a copied initializer.
+    """
     kmp.enable()
 
     x, y = clusters(rng, 5, 1280, (24,), noise=0.7)
@@ -123,7 +132,10 @@ def fault_forward_overflow_depth(rng):
 
 
 def fault_forward_overflow_attention(rng):
-    """Attention scores without a division by sqrt(d) exceed float16 for large inputs, typical for attention by hand."""
+    """Attention scores without a division by sqrt(d) exceed float16 for large inputs.
+
+    Typical for attention by hand.
+    """
 
     class DotAttention(keras.layers.Layer):
         def __init__(self, units, **kwargs):
@@ -161,7 +173,10 @@ def fault_forward_overflow_attention(rng):
 
 
 def fault_backward_overflow_rms(rng):
-    """The root of a mean square that underflows has an infinite slope in float16, typical for quiet sound."""
+    """The root of a mean square that underflows has an infinite slope in float16.
+
+    Typical for quiet sound.
+    """
 
     class Loudness(keras.layers.Layer):
         def call(self, bands):

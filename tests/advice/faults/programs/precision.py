@@ -16,7 +16,10 @@ from programs.frame import (
 
 
 def fault_precision_loudness(rng):
-    """A root mean square in which the mean of squares overflows, so that the layer returns zeros and no loss is NaN."""
+    """A root mean square in which the mean of squares overflows.
+
+    The layer returns zeros, and no loss is NaN.
+    """
     kmp.enable()
 
     class RootMeanSquare(keras.layers.Layer):
@@ -46,7 +49,10 @@ def fault_precision_loudness(rng):
 
 
 def fault_precision_hours(rng):
-    """The phase of the day, computed from hours since a date: float16 has no hours of large numbers."""
+    """The phase of the day, computed from hours since a date.
+
+    float16 has no hours of large numbers.
+    """
     kmp.enable()
 
     class PhaseOfDay(keras.layers.Layer):
@@ -73,7 +79,10 @@ def fault_precision_hours(rng):
 
 
 def fault_precision_ids(rng):
-    """A table of floats with a column of ids, which a layer looks up: float16 has every integer only up to 2048."""
+    """A table of floats with a column of ids, which a layer looks up.
+
+    float16 has every integer only up to 2048.
+    """
     kmp.enable()
 
     CUSTOMERS = 6001
@@ -134,7 +143,10 @@ def fault_precision_total(rng):
 
 
 def fault_precision_distances(rng):
-    """Squared distances from the products of positions near 100 cancel in float16, in a custom training loop."""
+    """Squared distances from the products of positions near 100 cancel in float16.
+
+    They are computed in a custom training loop.
+    """
     kmp.enable()
 
     class SquaredDistances(keras.layers.Layer):
@@ -178,7 +190,10 @@ def fault_precision_distances(rng):
 
 
 def fault_precision_residual(rng):
-    """A train_step subtracts a base from pressures near 1013 in the dtype of the outputs, and rounds to halves."""
+    """A train_step subtracts a base from pressures near 1013 in the dtype of the outputs.
+
+    float16 rounds them to halves.
+    """
 
     class Barometer(keras.Model):
         """Predicts the difference from the mean pressure."""

@@ -17,7 +17,10 @@ from programs.frame import (
 
 
 def fault_scale_too_small_autoencoder(rng):
-    """A loss scale of 1 is none at all for signals below a millivolt, typical for recordings that are left in volts."""
+    """A loss scale of 1 is none at all for signals below a millivolt.
+
+    Typical for recordings that are left in volts.
+    """
     kmp.enable(loss_scale=1.0)
 
     phase, speed = rng.uniform(0, 6, (1024, 1)), rng.uniform(0.1, 0.3, (1024, 1))
@@ -43,7 +46,7 @@ def fault_scale_too_small_autoencoder(rng):
 
 
 def fault_scale_too_small_lstm(rng):
-    """A small loss scale from a model whose loss was a sum meets sample weights that add up to one."""
+    """A small loss scale, of a model whose loss was a sum, meets weights that add up to one."""
     kmp.enable(loss_scale=2.0**-10)
 
     steps = rng.choice([-1.0, 1.0], size=(1024, 12, 1), p=[0.5, 0.5])
@@ -77,7 +80,10 @@ def fault_scale_too_small_lstm(rng):
 
 
 def fault_scale_too_small_dose_map(rng):
-    """A loss scale that starts and ends at 2^-14 flushes a mean over many pixels, typical for settings by trial."""
+    """A loss scale that starts and ends at 2^-14 flushes a mean over many pixels.
+
+    Typical for settings by trial.
+    """
     kmp.enable(initial_scale=2.0**-14, max_scale=2.0**-14)
 
     def smooth(a):
@@ -107,7 +113,10 @@ def fault_scale_too_small_dose_map(rng):
 
 
 def fault_scale_growth_of_wrap(rng):
-    """A loop's own wrap lets the scale grow after each step by 2^12, as when the largest scale is sought."""
+    """A loop's own wrap lets the scale grow after each step by 2^12.
+
+    Typical when the largest scale is sought.
+    """
     keras.utils.set_random_seed(29)
     kmp.enable()
 
@@ -165,7 +174,10 @@ def fault_scale_growth_of_wrap(rng):
 
 
 def fault_scale_too_large_conv(rng):
-    """A fixed loss scale of 2^24 overflows in every step, typical for the belief that larger is safer."""
+    """A fixed loss scale of 2^24 overflows in every step.
+
+    Typical for the belief that larger is safer.
+    """
     kmp.enable(loss_scale=2.0**24)
 
     images, is_vertical = lines(rng)
@@ -184,7 +196,10 @@ def fault_scale_too_large_conv(rng):
 
 
 def fault_scale_too_large_regression(rng):
-    """A fixed loss scale of 2^17 skips most steps of a regression, typical for a scale that suited a classifier."""
+    """A fixed loss scale of 2^17 skips most steps of a regression.
+
+    Typical for a scale that suited a classifier.
+    """
     kmp.enable(loss_scale=131072.0)
 
     x = rng.normal(size=(1280, 10)).astype("float32")
@@ -215,7 +230,10 @@ def fault_scale_too_large_regression(rng):
 
 
 def fault_scale_minimum(rng):
-    """A minimum loss scale of 2^12 is too large for a loss in raw prices, typical for a bound of a classifier."""
+    """A minimum loss scale of 2^12 is too large for a loss in raw prices.
+
+    Typical for a bound of a classifier.
+    """
     kmp.enable(min_scale=4096.0)
 
     x = rng.normal(size=(1280, 10)).astype("float32")

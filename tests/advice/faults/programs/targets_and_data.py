@@ -8,7 +8,10 @@ from programs.frame import accuracy, census, crossentropy, quadrants, sign_accur
 
 
 def fault_targets_weighted(rng):
-    """Missing labels are NaN with a sample weight of 0, and 0 times NaN is NaN, typical for a port from pandas."""
+    """Missing labels are NaN with a sample weight of 0, and 0 times NaN is NaN.
+
+    Typical for a port from pandas.
+    """
     kmp.enable()
 
     voice = rng.normal(size=(3000, 12)).astype("float32")
@@ -51,7 +54,10 @@ def fault_targets_weighted(rng):
 
 
 def fault_targets_binary(rng):
-    """Masks are coded 1 and 2 while binary cross-entropy takes 0 and 1, typical for masks of an annotation tool."""
+    """Masks are coded 1 and 2 while binary cross-entropy takes 0 and 1.
+
+    Typical for masks of an annotation tool.
+    """
     rng = np.random.default_rng(4)
     SIZE = 16
 
@@ -89,7 +95,10 @@ def fault_targets_binary(rng):
 
 
 def fault_targets_unknown(rng):
-    """Texts without a label have the label -1, typical for a data set that is labelled only in part."""
+    """Texts without a label have the label -1.
+
+    Typical for a data set that is labelled only in part.
+    """
     kmp.enable()
 
     topics = rng.integers(0, 4, 1280)
@@ -124,7 +133,10 @@ def fault_targets_unknown(rng):
 
 
 def fault_targets_one_based(rng):
-    """Labels count from 1 while the classes count from 0, typical for labels exported from MATLAB or R."""
+    """Labels count from 1 while the classes count from 0.
+
+    Typical for labels exported from MATLAB or R.
+    """
     kmp.enable()
 
     images, quadrant = quadrants(rng, 0.8)
@@ -156,7 +168,10 @@ def fault_targets_one_based(rng):
 
 
 def fault_targets_missing(rng):
-    """Some targets of one output are NaN, typical for measurements of which a sensor misses a part."""
+    """Some targets of one output are NaN.
+
+    Typical for measurements of which a sensor misses a part.
+    """
     kmp.enable()
 
     days = rng.normal(size=(1280, 8, 3)).astype("float32")
@@ -233,7 +248,10 @@ def fault_data_missing(rng):
 
 
 def fault_data_raw_units(rng):
-    """Raw populations and incomes exceed float16 before BatchNormalization sees them, typical for raw units."""
+    """Raw populations and incomes exceed float16 before BatchNormalization sees them.
+
+    Typical for raw units.
+    """
     kmp.enable()
 
     x, y = census(rng, mean=1.0, deviation=0.3)

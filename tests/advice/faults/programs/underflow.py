@@ -9,7 +9,10 @@ from programs.frame import accuracy, clusters, crossentropy
 
 
 def fault_branch_underflow_churn(rng):
-    """The churn head has a weight of 1e-6 at a fixed loss scale of 1, typical for a minor head and a copied setting."""
+    """The churn head has a weight of 1e-6 at a fixed loss scale of 1.
+
+    Typical for a minor head and a copied setting.
+    """
     kmp.enable(loss_scale=1.0)
 
     x = rng.normal(size=(1280, 12)).astype("float32")
@@ -47,7 +50,10 @@ def fault_branch_underflow_churn(rng):
 
 
 def fault_branch_underflow_sentiment(rng):
-    """The sentiment head has a tiny weight next to the tokens, typical for a side task and a fixed loss scale of 8."""
+    """The sentiment head has a tiny weight next to the tokens.
+
+    Typical for a side task and a fixed loss scale of 8.
+    """
     kmp.enable(loss_scale=8.0)
 
     tokens = rng.integers(0, 12, size=(1280, 8)).astype("int32")
@@ -93,7 +99,10 @@ def fault_branch_underflow_sentiment(rng):
 
 
 def fault_rounding_siamese(rng):
-    """A squared distance is expanded and rounds below zero before its root, typical for siamese networks by hand."""
+    """A squared distance is expanded and rounds below zero before its root.
+
+    Typical for siamese networks by hand.
+    """
     kmp.enable()
 
     class Euclidean(keras.layers.Layer):
@@ -137,7 +146,10 @@ def fault_rounding_siamese(rng):
 
 
 def fault_forward_underflow_softmax(rng):
-    """A softmax by hand underflows in float16 and its logarithm is -inf, typical for a loss from the formula."""
+    """A softmax by hand underflows in float16 and its logarithm is -inf.
+
+    Typical for a loss from the formula.
+    """
 
     class LogProbabilities(keras.layers.Layer):
         def call(self, logits):
@@ -173,7 +185,10 @@ def fault_forward_underflow_softmax(rng):
 
 
 def fault_forward_underflow_entropy(rng):
-    """A mask hides the logarithm of 0 from the loss but not from its gradient, typical for an entropy by hand."""
+    """A mask hides the logarithm of 0 from the loss but not from its gradient.
+
+    Typical for an entropy by hand.
+    """
 
     class Attention(keras.layers.Layer):
         """Weights the steps, and adds the entropy of the weights to the loss."""
