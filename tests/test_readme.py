@@ -135,7 +135,7 @@ def test_first_page_of_the_guide_links_to_each_page():
     assert sorted(linked) == sorted(GUIDE_PAGES)
 
 
-@pytest.mark.parametrize("name", [*GUIDE_PAGES.keys() - {"questions"}, "errors"])
+@pytest.mark.parametrize("name", [*sorted(GUIDE_PAGES.keys() - {"questions"}), "errors"])
 def test_page_of_the_guide_starts_with_the_code_to_copy(name):
     page = GUIDE_PAGES.get(name) or (ROOT / "docs" / "errors.md").read_text(encoding="utf-8")
     assert "```" in page.split("\n## ")[0].split("\n| ")[0]

@@ -125,6 +125,14 @@ PATCHES = (
     ),
     Patch(
         owner="keras:Model",
+        name="fit",
+        make=f"{_PATCHES}:fit_patch",
+        when=(Reason.ENABLED, Reason.IN_USE),
+        promise="callbacks get the keys that kmp's callbacks add to `logs`, in any order",
+        link="Callbacks see only the logs of those before them",
+    ),
+    Patch(
+        owner="keras:Model",
         name="compute_metrics",
         make=f"{_PATCHES}:compute_metrics_patch",
         when=(Reason.ENABLED, Reason.IN_USE),

@@ -112,6 +112,7 @@ class Monitor(keras.callbacks.Callback):
     """
 
     recorded: Collection[str] = RECORDED
+    adds_to_logs = True  # so `fit` calls it before callbacks that may use the keys
 
     def __init__(
         self,

@@ -50,6 +50,9 @@ _COMPILE_ARGUMENTS = (
 )
 
 
+_CALLBACKS_INDEX = 5  # among the positional arguments of `fit`
+
+
 def compile_patch(original: Callable[..., None]) -> Callable[..., None]:
     """Patches `compile` to wrap the optimizer, and to train as the settings of kmp say."""
 
@@ -187,6 +190,27 @@ def compute_metrics_patch(original: Callable[..., Any]) -> Callable[..., Any]:
         return original(self, x, y, y_pred, sample_weight)
 
     return compute_metrics
+
+
+def fit_patch(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Patches `fit` to call callbacks that add keys to `logs` before those that may use them."""
+
+    @functools.wraps(original)
+    def fit(self: keras.Model, *args: Any, **kwargs: Any) -> Any:
+        arguments = list(args)
+        if len(arguments) > _CALLBACKS_INDEX:
+            arguments[_CALLBACKS_INDEX] = _adding_first(arguments[_CALLBACKS_INDEX])
+        elif "callbacks" in kwargs:
+            kwargs["callbacks"] = _adding_first(kwargs["callbacks"])
+        return original(self, *arguments, **kwargs)
+
+    return fit
+
+
+def _adding_first(callbacks: Any) -> Any:
+    if not isinstance(callbacks, list | tuple):
+        return callbacks
+    return sorted(callbacks, key=lambda each: not getattr(each, "adds_to_logs", False))
 
 
 def layer_init_patch(original: Callable[..., None]) -> Callable[..., None]:

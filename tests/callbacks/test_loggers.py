@@ -181,6 +181,22 @@ def test_later_callbacks_get_the_same_keys_for_every_batch_and_epoch():
     assert keys == [{"loss"} | KEYS] * 5
 
 
+def test_callbacks_listed_before_the_monitor_get_its_keys_too(tmp_path):
+    table = keras.callbacks.CSVLogger(tmp_path / "log.csv")
+    best = keras.callbacks.ModelCheckpoint(
+        tmp_path / "best.weights.h5",
+        "loss_scale",
+        mode="max",
+        save_weights_only=True,
+        save_best_only=True,
+    )
+    x, y = small_data(2)
+    model = compiled_model(run_eagerly=True)
+    model.fit(x, y, 8, 1, 0, [table, best, *without_replays()])
+    assert set((tmp_path / "log.csv").read_text().splitlines()[0].split(",")) >= KEYS
+    assert (tmp_path / "best.weights.h5").exists()
+
+
 def test_train_on_batch_works_with_a_callback_list():
     model, loggers = compiled_model(run_eagerly=True), without_replays(every_n_steps=2)
     x, y = small_data()

@@ -1,4 +1,4 @@
-"""Float32Fallback on a network as people write it."""
+"""Repairs of a network as people write it."""
 
 import keras
 import numpy as np
