@@ -1,15 +1,15 @@
 """Communication between replicas and workers, and per-replica variables."""
 
 import contextlib
-import importlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import keras
 import numpy as np
 import tensorflow as tf
 
 from kmp.backend.keras_internals import instance_attribute
+from kmp.backend.private_names import find
 
 Structure = TypeVar("Structure")
 
@@ -147,21 +147,26 @@ def update_parts(
 def _without_strategy() -> Iterator[None]:
     modes = _thread_modes()
     assert modes is not None
-    modes._push_per_thread_mode(modes._get_default_replica_mode())
+    modes.push(modes.default())
     try:
         yield
     finally:
-        modes._pop_per_thread_mode()
+        modes.pop()
 
 
-def _thread_modes() -> Any:
-    """Returns TensorFlow's private module that knows the strategy of a thread; `None` if it lacks the names used."""
+class _ThreadModes(NamedTuple):
+    """TensorFlow's functions that set the strategy of a thread."""
+
+    push: Callable[[Any], None]
+    pop: Callable[[], None]
+    default: Callable[[], Any]
+
+
+def _thread_modes() -> _ThreadModes | None:
+    """Returns the functions that set the strategy of a thread; `None` if TensorFlow lacks any."""
     names = ("_push_per_thread_mode", "_pop_per_thread_mode", "_get_default_replica_mode")
-    try:
-        modes = importlib.import_module("tensorflow.python.distribute.distribute_lib")
-    except ImportError:
-        return None
-    return modes if all(hasattr(modes, name) for name in names) else None
+    found = [find(f"tensorflow.python.distribute.distribute_lib:{name}") for name in names]
+    return None if None in found else _ThreadModes(*found)
 
 
 def on_each_replica(function: Callable[..., None], *args: Any) -> None:
@@ -170,10 +175,9 @@ def on_each_replica(function: Callable[..., None], *args: Any) -> None:
     # Under XLA on GPUs, Keras would add a collective operation on each replica, which XLA does not
     # compile in a branch. It adds none in the cross-replica context, where a single replica can
     # update. TensorFlow 2.21 has no public name.
-    updates_outside = (
-        strategy.num_replicas_in_sync == 1
-        and tf.__internal__.distribute.strategy_supports_no_merge_call()
-    )
+    supports = find("tensorflow:__internal__.distribute.strategy_supports_no_merge_call")
+    is_single = strategy.num_replicas_in_sync == 1
+    updates_outside = is_single and supports is not None and supports()
     if tf.distribute.in_cross_replica_context() and not updates_outside:
         strategy.extended.call_for_each_replica(function, args=args)
     else:

@@ -29,6 +29,8 @@ from dataclasses import dataclass, field
 
 import tensorflow as tf
 
+from kmp.backend.private_names import attribute
+
 LARGE = 2**14  # elements
 
 # Grappler folds no larger constants.
@@ -316,7 +318,8 @@ def _bodies(op: tf.Operation) -> list[tf.Graph]:
     attributes = op.node_def.attr
     values = [attributes[name] for name in _FUNCTION_ATTRIBUTES if name in attributes]
     names = [function.name for value in values for function in value.list.func or [value.func]]
-    functions = filter(None, map(op.graph._get_function, names))
+    function_of = attribute(op.graph, "tensorflow:Graph._get_function", lambda name: None)
+    functions = filter(None, map(function_of, names))
     return [function.graph for function in functions if function.graph is not None]
 
 

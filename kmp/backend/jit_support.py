@@ -4,6 +4,7 @@ import keras
 import tensorflow as tf
 
 from kmp.backend.keras_internals import sublayers
+from kmp.backend.private_names import attribute
 from kmp.backend.tensorflow_internals import is_deterministic
 
 
@@ -38,7 +39,7 @@ def _obstacle(model: keras.Model) -> str:
         verb = "does" if len(classes) == 1 else "do"
         return f"{', '.join(sorted(classes))} {verb} not support it"
     # The public `distribute_strategy` is the current strategy if the model was built without one.
-    if model._distribute_strategy is not None:
+    if attribute(model, "keras:Model._distribute_strategy") is not None:
         return "it was built under a tf.distribute strategy"
     if is_deterministic():
         return "operations are deterministic (tf.config.experimental.enable_op_determinism)"
