@@ -1,4 +1,4 @@
-"""The scripts of docs/upstream.md print what the page says, with the version of Keras that it names."""
+"""The scripts of docs/upstream.md print what the page says, with the version that it names."""
 
 import os
 import re
@@ -14,7 +14,10 @@ VERSION = re.search(r"Keras (\d+\.\d+\.\d+)", PAGE)[1]
 
 
 def scripts():
-    """The title, the script and its output in each section, without those of several processes and of keras-hub."""
+    """The title, the script and its output in each section.
+
+    Without those of several processes and of keras-hub.
+    """
     for section in re.split(r"(?m)^### ", PAGE)[1:]:
         title, _, text = section.partition("\n")
         script = re.search(

@@ -22,9 +22,9 @@ _MIRRORING = (
 
 
 def sum_over_replicas(values: Structure) -> Structure:
-    """Returns the sums over all replicas and workers of a structure of float32 tensors, in one all-reduce.
+    """Returns the sums over all replicas and workers of a structure of float32 tensors.
 
-    Every device can all-reduce float32. Sizes must be static.
+    It takes one all-reduce. Every device can all-reduce float32. Sizes must be static.
     """
     context: Any = tf.distribute.get_replica_context()
     if context.num_replicas_in_sync == 1:
@@ -42,7 +42,7 @@ def sum_over_replicas(values: Structure) -> Structure:
 
 
 def all_reduce_sum(tensors: list[tf.Tensor]) -> list[tf.Tensor]:
-    """Returns the sums over all replicas and workers of tensors of any float dtype, reduced together."""
+    """Returns the sums over all replicas and workers of tensors of any float dtype."""
     context: Any = tf.distribute.get_replica_context()
     return context.all_reduce(tf.distribute.ReduceOp.SUM, tensors) if tensors else []
 
@@ -69,7 +69,10 @@ def check_context(method: str, is_built: bool) -> None:
 
 
 def replica_id() -> int:
-    """Returns the number of the replica that this function is traced or run for; 0 without a distribution strategy."""
+    """Returns the number of the replica that this function is traced or run for.
+
+    0 without a distribution strategy.
+    """
     context = tf.distribute.get_replica_context()
     if context is None or context.num_replicas_in_sync == 1:
         return 0
@@ -112,7 +115,7 @@ def update_parts(
     agreed: Any,
     per_replica: Any,
 ) -> None:
-    """Calls a function for each replica, as if there were no strategy: with its own parts of these variables.
+    """Calls a function for each replica, with its own parts of these variables.
 
     A function that XLA compiles may neither merge replicas nor write variables of all of them. Here
     it writes the variables of one device. Each function must write the same values.
@@ -191,7 +194,7 @@ def has_several_workers(strategy: tf.distribute.Strategy) -> bool:
 
 
 def local_values(variable: keras.Variable) -> list[np.ndarray]:
-    """Returns a variable's value on each replica of this process, without communication with other workers."""
+    """Returns a variable's value on each replica of this process, without communication."""
     value = getattr(variable, "value", variable)
     strategy = getattr(value, "distribute_strategy", None)
     return [
@@ -203,9 +206,9 @@ def local_values(variable: keras.Variable) -> list[np.ndarray]:
 def variable(
     name: str, dtype: str, shape: tuple[int, ...] = (), aggregation: str = "sum"
 ) -> keras.Variable:
-    """Returns a zero-initialized variable with a separate value on each replica, which `local_values` reads.
+    """Returns a zero-initialized variable with a separate value on each replica.
 
-    Elsewhere its value is that which `aggregation` names, `"sum"` or `"only_first_replica"`.
+    `local_values` reads these. Elsewhere its value is that which `aggregation` names, `"sum"` or `"only_first_replica"`.
     """
     options = {"trainable": False, "autocast": False, "synchronization": "on_read"}
     return keras.Variable(

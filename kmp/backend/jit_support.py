@@ -47,6 +47,9 @@ def _obstacle(model: keras.Model) -> str:
 
 
 def _supports_jit(layer: keras.Layer) -> bool:
-    """Whether a layer supports XLA on a GPU. Without one, Keras does not know that it uses cuDNN."""
+    """Whether a layer supports XLA on a GPU.
+
+    Without a GPU, Keras does not know that the layer uses cuDNN.
+    """
     is_recurrent = isinstance(layer, keras.layers.LSTM | keras.layers.GRU)
     return layer.supports_jit and not (is_recurrent and layer.use_cudnn is not False)

@@ -76,9 +76,9 @@ def calls_of(operation: keras.Operation) -> list[Any]:
 
 
 def graph_tensors(model: keras.Model, name: str) -> list[keras.KerasTensor]:
-    """Returns the `"inputs"` or `"outputs"` of a functional or Sequential model, in order; none for other models.
+    """Returns the `"inputs"` or `"outputs"` of a functional or Sequential model, in order.
 
-    A subclassed model has no such attributes, or its own with other values.
+    Other models have none. A subclassed model has no such attributes, or its own with other values.
     """
     tensors = keras.tree.flatten(getattr(model, name, None) or [])
     return tensors if all(isinstance(tensor, keras.KerasTensor) for tensor in tensors) else []
@@ -90,7 +90,7 @@ def producer_of(tensor: keras.KerasTensor) -> keras.Operation:
 
 
 def is_input_of(layer: keras.Layer, consumer: keras.Layer) -> bool:
-    """Whether another layer takes the outputs of a layer in a graph, and no further operation does."""
+    """Whether another layer, and nothing else, takes the outputs of a layer in a graph."""
     nodes = attribute(layer, "keras:Layer._outbound_nodes", [])
     consumers = {id(node.operation) for node in nodes}
     return consumers == {id(consumer)}
@@ -159,7 +159,8 @@ def uncast_value(variable: keras.Variable) -> tf.Tensor:
 def build_metrics(model: keras.Model, batch_spec: Any) -> None:
     """Creates the variables of compiled metrics and losses.
 
-    Keras 3.15 creates them in the first trace of a step, which it then traces again. This runs the model once symbolically for inference, a small part of a trace: only a functional or
+    Keras 3.15 creates them in the first trace of a step, which it then traces again. This runs the
+    model once symbolically for inference, a small part of a trace: only a functional or
     Sequential model, whose outputs are the same in training. An error of the user's code is raised
     by the trace.
     """
@@ -313,7 +314,7 @@ def _own_variables(layer: keras.Layer) -> list[keras.Variable]:
 
 
 def is_symbolic() -> bool:
-    """Whether Keras calls a layer only for the shapes and dtypes of its outputs, as far as known."""
+    """Whether Keras may call a layer only for the shapes and dtypes of its outputs."""
     in_symbolic_scope = find("keras.src.backend.common.symbolic_scope:in_symbolic_scope")
     return in_symbolic_scope is None or bool(in_symbolic_scope())
 
@@ -342,7 +343,7 @@ def layers_by_path(model: keras.Model) -> dict[str, keras.Layer]:
 
 
 def computing_layers(model: keras.Model) -> dict[str, keras.Layer]:
-    """Returns those of `layers_by_path` that compute something themselves, and the model if it does."""
+    """Returns those of `layers_by_path`, and the model, that compute something themselves."""
     layers = {model.name: model, **layers_by_path(model)}  # a layer may have the model's name
     return {path: layer for path, layer in layers.items() if not is_passthrough(layer)}
 
@@ -385,7 +386,10 @@ def compute_dtypes(layer: keras.Layer) -> set[str]:
 
 
 def is_passthrough(layer: keras.Layer) -> bool:
-    """Whether a layer computes nothing itself: an `InputLayer`, or a Sequential or functional model."""
+    """Whether a layer computes nothing itself.
+
+    That is an `InputLayer`, or a Sequential or functional model.
+    """
     is_model = isinstance(layer, keras.Model) and is_keras_class(
         defining_class(type(layer), "call")
     )

@@ -1,4 +1,4 @@
-"""Finds private names of Keras and TensorFlow; a missing one costs its promise, with one warning."""
+"""Finds private names of Keras and TensorFlow; a missing one costs its promise, and warns once."""
 
 import importlib
 from typing import Any

@@ -20,7 +20,10 @@ def is_tracing() -> bool:
 
 
 def has_gpu() -> bool:
-    """Whether TensorFlow computes on a GPU: a branch on a value of the device makes the host wait there."""
+    """Whether TensorFlow computes on a GPU.
+
+    A branch on a value of the device makes the host wait there.
+    """
     return bool(tf.config.get_visible_devices("GPU"))
 
 
@@ -49,9 +52,9 @@ def masks_of(condition: tf.Tensor) -> Callable[[Sequence[int | None]], tf.Tensor
 
 
 def opaque(tensor: tf.Tensor) -> tf.Tensor:
-    """Returns a tensor that XLA computes by itself: it does not fuse, fold or share the computation with others.
+    """Returns a tensor that XLA computes by itself.
 
-    TensorFlow 2.21 has no public name for this barrier.
+    It does not fuse, fold or share the computation with others. TensorFlow 2.21 has no public name for this barrier.
     """
     if not is_tracing():
         return tensor

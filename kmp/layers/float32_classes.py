@@ -1,4 +1,4 @@
-"""The layers of Keras and of other packages that fail or go wrong in 16 bits and need float32, and why.
+"""The layers of Keras and of other packages that need float32, and what goes wrong in 16 bits.
 
 `docs/hub.md` has the models that use those of keras-hub. `tests/layers/test_every_keras_layer.py`
 tries all of Keras'.
@@ -119,7 +119,7 @@ _REASONS = {
 
 
 def reason_for_float32(layer: keras.Layer, dtype: str = FLOAT16.name) -> str | None:
-    """Returns why a layer of Keras or another package needs float32 in place of a 16-bit dtype; `None` if not."""
+    """Returns why a layer needs float32 in place of a 16-bit dtype; `None` if not."""
     for base in type(layer).__mro__:
         package, *folders = str(getattr(base, "__module__", "")).split(".")
         for name in (base.__name__, ".".join([*folders[-2:-1], base.__name__])):

@@ -217,7 +217,8 @@ def test_without_the_names_of_a_graph_convert_raises_an_error(monkeypatch, name)
 def test_a_missing_name_costs_its_promise_only(monkeypatch, recwarn, name):
     hide(monkeypatch, {name})
     assert np.isfinite(train_and_convert())
-    assert missing_names(recwarn) in ([], [name])
+    attribute = re.split(r"[.:]", name)[-1]  # two classes may have one of this name
+    assert all(re.split(r"[.:]", each)[-1] == attribute for each in missing_names(recwarn))
 
 
 # The quick ones, of those that are applied at other times.
@@ -258,11 +259,12 @@ from kmp.backend import PATCHES, patches
 import kmp
 assert patches.applied() == [], patches.applied()
 with kmp.enable():
-    model = keras.Sequential([keras.Input((4,)), keras.layers.Embedding(6000, 2), keras.layers.Flatten(), keras.layers.Dense(1)])
+    layers = [keras.layers.Embedding(6000, 2), keras.layers.Flatten(), keras.layers.Dense(1)]
+    model = keras.Sequential([keras.Input((4,)), *layers])
     model.compile("sgd", "mse", jit_compile=False)
 assert patches.applied()
 model.fit(np.ones((8, 4)), np.ones((8, 1)), verbose=0)
-del model
+del model, layers
 keras.backend.clear_session()
 import gc; gc.collect()
 kmp.disable()
