@@ -112,17 +112,10 @@ def state_of_trace(
     if tf.executing_eagerly():
         return [], None
     graph: Any = tf.compat.v1.get_default_graph()
-    assigned = {
-        id(operation.inputs[0])
-        for operation in graph.get_operations()
-        if operation.type.startswith("Assign")
-    }
-    known_handles = {
-        id(variable.value.handle) for variable in known if hasattr(variable.value, "handle")
-    }
+    values = [variable.value for variable in known]
+    known_handles = {id(value.handle) for value in values if hasattr(value, "handle")}
     variables, reason = [], _unrestorable_in(graph)
-    for handle, inner in graph.captures:
-        is_assigned = id(inner) in assigned
+    for handle, is_assigned in _captured_by(graph):
         if id(handle) in known_handles and not (unless_assigned and is_assigned):
             continue
         dtypes = _dtypes_of_handle(handle)
@@ -131,6 +124,14 @@ def state_of_trace(
         elif len(dtypes) == 1:
             variables.append(ResourceVariable(handle, dtypes[0], is_assigned))
     return variables, reason
+
+
+def _captured_by(graph: Any) -> Iterator[tuple[Any, bool]]:
+    """Yields what a graph captures from outside, each with whether it is assigned."""
+    operations = graph.get_operations()
+    assigned = {id(each.inputs[0]) for each in operations if each.type.startswith("Assign")}
+    for outer, inner in graph.captures:
+        yield outer, id(inner) in assigned
 
 
 def _dtypes_of_handle(handle: Any) -> list[tf.DType] | None:

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from packaging.version import Version
+from tensorflow.python.autograph.impl import conversion
 
 import kmp
 from kmp.backend import PATCHES, PRIVATE_NAMES, Patch, Reason, patches, patching, private_names
@@ -121,6 +122,13 @@ def test_patch_that_another_library_wraps_is_left_and_used_again(table):
         assert (Owner.double, table.applied()) == (wrapper, [])
         with table.holding(Reason.ENABLED):
             assert Owner().double() == 5  # not doubled twice
+
+
+def test_autograph_does_not_convert_a_replacement():
+    with patches.holding(Reason.REPLAY), patches.holding(Reason.STEP):
+        functions = [tf.GradientTape().gradient, keras.Variable(0.0).assign, tf.random.uniform]
+        assert all(map(conversion.is_allowlisted, functions))
+    assert not conversion.is_allowlisted(kmp.wrap)  # what is no function of Keras or TensorFlow
 
 
 def test_patches_of_what_is_in_use_stay_until_it_is_gone():
