@@ -1,7 +1,4 @@
-"""The scripts of docs/upstream.md print what the page says.
-
-With the version of Keras that the page names.
-"""
+"""The scripts of docs/upstream.md print what the page says, with the version that it names."""
 
 import os
 import re

@@ -2,12 +2,14 @@
 
 from kmp.backend import distribution as distribution
 from kmp.backend import keras_internals as keras_internals
+from kmp.backend import private_names as private_names
 from kmp.backend import tensorflow_internals as tensorflow_internals
 from kmp.backend import xla as xla
 from kmp.backend.graph_traffic import Cost as Cost
 from kmp.backend.graph_traffic import Traffic as Traffic
 from kmp.backend.graph_traffic import traffic_of as traffic_of
 from kmp.backend.inventory import PATCHES as PATCHES
+from kmp.backend.inventory import PRIVATE_NAMES as PRIVATE_NAMES
 from kmp.backend.inventory import Patch as Patch
 from kmp.backend.inventory import Reason as Reason
 from kmp.backend.jit_support import jit_compilation as jit_compilation

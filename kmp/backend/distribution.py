@@ -1,15 +1,15 @@
 """Communication between replicas and workers, and per-replica variables."""
 
 import contextlib
-import importlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import keras
 import numpy as np
 import tensorflow as tf
 
 from kmp.backend.keras_internals import instance_attribute
+from kmp.backend.private_names import find
 
 Structure = TypeVar("Structure")
 
@@ -22,9 +22,9 @@ _MIRRORING = (
 
 
 def sum_over_replicas(values: Structure) -> Structure:
-    """Returns the sums over all replicas and workers of a structure of float32 tensors, in one all-reduce.
+    """Returns the sums over all replicas and workers of a structure of float32 tensors.
 
-    Every device can all-reduce float32. Sizes must be static.
+    It takes one all-reduce. Every device can all-reduce float32. Sizes must be static.
     """
     context: Any = tf.distribute.get_replica_context()
     if context.num_replicas_in_sync == 1:
@@ -42,7 +42,7 @@ def sum_over_replicas(values: Structure) -> Structure:
 
 
 def all_reduce_sum(tensors: list[tf.Tensor]) -> list[tf.Tensor]:
-    """Returns the sums over all replicas and workers of tensors of any float dtype, reduced together."""
+    """Returns the sums over all replicas and workers of tensors of any float dtype."""
     context: Any = tf.distribute.get_replica_context()
     return context.all_reduce(tf.distribute.ReduceOp.SUM, tensors) if tensors else []
 
@@ -69,7 +69,10 @@ def check_context(method: str, is_built: bool) -> None:
 
 
 def replica_id() -> int:
-    """Returns the number of the replica that this function is traced or run for; 0 without a distribution strategy."""
+    """Returns the number of the replica that this function is traced or run for.
+
+    0 without a distribution strategy.
+    """
     context = tf.distribute.get_replica_context()
     if context is None or context.num_replicas_in_sync == 1:
         return 0
@@ -112,7 +115,7 @@ def update_parts(
     agreed: Any,
     per_replica: Any,
 ) -> None:
-    """Calls a function for each replica, as if there were no strategy: with its own parts of these variables.
+    """Calls a function for each replica, with its own parts of these variables.
 
     A function that XLA compiles may neither merge replicas nor write variables of all of them. Here
     it writes the variables of one device. Each function must write the same values.
@@ -147,21 +150,26 @@ def update_parts(
 def _without_strategy() -> Iterator[None]:
     modes = _thread_modes()
     assert modes is not None
-    modes._push_per_thread_mode(modes._get_default_replica_mode())
+    modes.push(modes.default())
     try:
         yield
     finally:
-        modes._pop_per_thread_mode()
+        modes.pop()
 
 
-def _thread_modes() -> Any:
-    """Returns TensorFlow's private module that knows the strategy of a thread; `None` if it lacks the names used."""
+class _ThreadModes(NamedTuple):
+    """TensorFlow's functions that set the strategy of a thread."""
+
+    push: Callable[[Any], None]
+    pop: Callable[[], None]
+    default: Callable[[], Any]
+
+
+def _thread_modes() -> _ThreadModes | None:
+    """Returns the functions that set the strategy of a thread; `None` if TensorFlow lacks any."""
     names = ("_push_per_thread_mode", "_pop_per_thread_mode", "_get_default_replica_mode")
-    try:
-        modes = importlib.import_module("tensorflow.python.distribute.distribute_lib")
-    except ImportError:
-        return None
-    return modes if all(hasattr(modes, name) for name in names) else None
+    found = [find(f"tensorflow.python.distribute.distribute_lib:{name}") for name in names]
+    return None if None in found else _ThreadModes(*found)
 
 
 def on_each_replica(function: Callable[..., None], *args: Any) -> None:
@@ -170,10 +178,9 @@ def on_each_replica(function: Callable[..., None], *args: Any) -> None:
     # Under XLA on GPUs, Keras would add a collective operation on each replica, which XLA does not
     # compile in a branch. It adds none in the cross-replica context, where a single replica can
     # update. TensorFlow 2.21 has no public name.
-    updates_outside = (
-        strategy.num_replicas_in_sync == 1
-        and tf.__internal__.distribute.strategy_supports_no_merge_call()
-    )
+    supports = find("tensorflow:__internal__.distribute.strategy_supports_no_merge_call")
+    is_single = strategy.num_replicas_in_sync == 1
+    updates_outside = is_single and supports is not None and supports()
     if tf.distribute.in_cross_replica_context() and not updates_outside:
         strategy.extended.call_for_each_replica(function, args=args)
     else:
@@ -187,7 +194,7 @@ def has_several_workers(strategy: tf.distribute.Strategy) -> bool:
 
 
 def local_values(variable: keras.Variable) -> list[np.ndarray]:
-    """Returns a variable's value on each replica of this process, without communication with other workers."""
+    """Returns a variable's value on each replica of this process, without communication."""
     value = getattr(variable, "value", variable)
     strategy = getattr(value, "distribute_strategy", None)
     return [
@@ -199,9 +206,9 @@ def local_values(variable: keras.Variable) -> list[np.ndarray]:
 def variable(
     name: str, dtype: str, shape: tuple[int, ...] = (), aggregation: str = "sum"
 ) -> keras.Variable:
-    """Returns a zero-initialized variable with a separate value on each replica, which `local_values` reads.
+    """Returns a zero-initialized variable with a separate value on each replica.
 
-    Elsewhere its value is that which `aggregation` names, `"sum"` or `"only_first_replica"`.
+    `local_values` reads these. Elsewhere its value is that which `aggregation` names, `"sum"` or `"only_first_replica"`.
     """
     options = {"trainable": False, "autocast": False, "synchronization": "on_read"}
     return keras.Variable(

@@ -29,6 +29,8 @@ from dataclasses import dataclass, field
 
 import tensorflow as tf
 
+from kmp.backend.private_names import attribute
+
 LARGE = 2**14  # elements
 
 # Grappler folds no larger constants.
@@ -201,18 +203,22 @@ def _tally(graph: tf.Graph, prefix: str, owner: Callable[[str], str]) -> _Tally:
         elif bodies:
             # The names in a branch or loop are complete.
             inner_prefix = f"{name}/" if op.type in _CALLS else prefix
-            parts = [_tally(body, inner_prefix, owner) for body in bodies]
-            if op.type in _LOOPS:
-                for part in parts:
-                    tally.add(part, _iterations(op))
-            else:
-                tally.add(max(parts, key=lambda part: part.size))
+            _add_parts(tally, op, [_tally(body, inner_prefix, owner) for body in bodies])
             tally.host_decisions += _waits_for_device(op, bodies)
         elif op not in not_run and not _is_free(op):
             served = _served(op)
             label = owner(name) or (owner(prefix + served.name) if served else "")
             tally.count(op.type, label, _cost(1, _moved(op)))
     return tally
+
+
+def _add_parts(tally: _Tally, op: tf.Operation, parts: list[_Tally]) -> None:
+    """Adds what the graphs of an operation cost: all of a loop, or the larger side of a branch."""
+    if op.type not in _LOOPS:
+        tally.add(max(parts, key=lambda part: part.size))
+        return
+    for part in parts:
+        tally.add(part, _iterations(op))
 
 
 def _served(op: tf.Operation) -> tf.Operation | None:
@@ -316,7 +322,8 @@ def _bodies(op: tf.Operation) -> list[tf.Graph]:
     attributes = op.node_def.attr
     values = [attributes[name] for name in _FUNCTION_ATTRIBUTES if name in attributes]
     names = [function.name for value in values for function in value.list.func or [value.func]]
-    functions = filter(None, map(op.graph._get_function, names))
+    function_of = attribute(op.graph, "tensorflow:Graph._get_function", lambda name: None)
+    functions = filter(None, map(function_of, names))
     return [function.graph for function in functions if function.graph is not None]
 
 

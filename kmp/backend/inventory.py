@@ -8,7 +8,7 @@ class Reason(enum.Enum):
     """Why a patch is applied."""
 
     ENABLED = "while `kmp.enable` or `kmp.graph_rewrite` is on"
-    IN_USE = "while an optimizer of kmp or a model compiled under `kmp.enable` is in use"
+    IN_USE = "while an optimizer of kmp, or what was made under `kmp.enable`, is in use"
     CONVERSION = "while `kmp.convert` builds layers"
     STEP = "while a guarded training step is traced or runs eagerly"
     REPLAY = "while a batch is replayed; acts in that thread only"
@@ -235,5 +235,189 @@ PATCHES = (
             "random_uniform_int",
             "truncated_normal",
         )
+    ),
+)
+
+
+@dataclass(frozen=True)
+class PrivateName:
+    """A private name of Keras or TensorFlow that kmp reads or calls.
+
+    Args:
+        where: The function, as `"module:name"`, or the attribute, as `"module:Class.name"`.
+        promise: What the user may lose without it.
+        without: What kmp does then.
+    """
+
+    where: str
+    promise: str
+    without: str
+
+
+PRIVATE_NAMES = (
+    # Layers and models.
+    PrivateName(
+        "keras:Layer._flatten_layers",
+        "kmp finds all layers inside of wrappers, custom layers and lists",
+        "searches the attributes of each layer",
+    ),
+    PrivateName(
+        "keras:Layer._trainable_variables",
+        "a skipped step copies only the weights that may change",
+        "takes the variables of a layer that are in none of its sublayers",
+    ),
+    PrivateName(
+        "keras:Layer._non_trainable_variables",
+        "a skipped step restores the state of frozen layers",
+        "takes the variables of a layer that are in none of its sublayers",
+    ),
+    PrivateName(
+        "keras:Layer._outbound_nodes",
+        "`kmp.convert` knows which layer takes the outputs of another",
+        "takes no layer for the only consumer of another",
+    ),
+    PrivateName(
+        "keras:Operation._inbound_nodes",
+        "`kmp.convert` and `kmp.audit` follow each call of a layer in a graph",
+        "raises an error there",
+    ),
+    PrivateName(
+        "keras:KerasTensor._keras_history",
+        "`kmp.convert` follows the graph of a functional model, and `compile` warns about its"
+        " outputs in float16",
+        "raises an error in `kmp.convert`, and does not warn",
+    ),
+    PrivateName(
+        "keras:Model._run_through_graph",
+        "`kmp.convert` rebuilds a functional model",
+        "raises an error there",
+    ),
+    PrivateName(
+        "keras:Model._call_has_training_arg",
+        "a replay runs the model as in training",
+        "looks for `training` in the signature of `call`",
+    ),
+    PrivateName(
+        "keras:Model._compile_metrics",
+        "the first step of `fit` is traced once",
+        "lets Keras create metrics in the first trace",
+    ),
+    PrivateName(
+        "keras:Model._symbolic_build",
+        "the first step of `fit` is traced once",
+        "lets Keras create metrics in the first trace",
+    ),
+    PrivateName(
+        "keras:Model._compile_config",
+        "`kmp.convert` compiles the new model with the metrics of the old one",
+        "compiles it with what has public names",
+    ),
+    PrivateName(
+        "keras:Model._distribute_strategy",
+        "`kmp.audit` knows that a strategy keeps Keras from compiling with XLA",
+        "takes a model for one without a strategy",
+    ),
+    PrivateName(
+        "keras.src.models.functional:Functional._convert_inputs_to_tensors",
+        "a functional model inside of another model passes exact indices on",
+        "lets Keras cast them",
+    ),
+    # Variables and optimizers.
+    PrivateName(
+        "keras:Variable._value",
+        "a skipped step restores a weight that was assigned while Keras casts it to 16 bits",
+        "reads the cast value",
+    ),
+    PrivateName(
+        "keras:optimizers.Optimizer._learning_rate",
+        "kmp knows a learning rate schedule from a constant",
+        "takes the learning rate for a constant",
+    ),
+    PrivateName(
+        "keras:optimizers.Optimizer._trainable_variables",
+        "kmp tells the state of an optimizer from the weights that it trains",
+        "takes all variables for state",
+    ),
+    PrivateName(
+        "keras.src.utils.tracking:no_automatic_dependency_tracking",
+        "files of kmp's optimizer have the same variables as those of Keras'",
+        "lets Keras track variables in plain attributes",
+    ),
+    # Scopes and contexts.
+    PrivateName(
+        "keras.src.backend.common.symbolic_scope:in_symbolic_scope",
+        "a look-up layer warns about indices in 16 bits",
+        "does not warn",
+    ),
+    PrivateName(
+        "keras.src.backend.common.stateless_scope:in_stateless_scope",
+        "a step without an overflow does not write what only a skipped step needs",
+        "writes the old values without a branch",
+    ),
+    PrivateName(
+        "tensorflow.python.ops.control_flow_util:GraphOrParentsInXlaContext",
+        "kmp needs few kernels under XLA",
+        "computes under XLA as in a graph",
+    ),
+    PrivateName(
+        "tensorflow.compiler.tf2xla.python.xla:optimization_barrier",
+        "kmp needs few kernels under XLA",
+        "lets XLA fuse as it does",
+    ),
+    PrivateName(
+        "tensorflow:__internal__.distribute.strategy_supports_no_merge_call",
+        "a strategy with one GPU works under XLA",
+        "updates variables in the replica context",
+    ),
+    PrivateName(
+        "tensorflow.python.distribute.distribute_lib:_push_per_thread_mode",
+        "XLA compiles the step of each replica",
+        "updates all replicas together",
+    ),
+    PrivateName(
+        "tensorflow.python.distribute.distribute_lib:_pop_per_thread_mode",
+        "XLA compiles the step of each replica",
+        "updates all replicas together",
+    ),
+    PrivateName(
+        "tensorflow.python.distribute.distribute_lib:_get_default_replica_mode",
+        "XLA compiles the step of each replica",
+        "updates all replicas together",
+    ),
+    PrivateName(
+        "tensorflow.python.framework.config:is_op_determinism_enabled",
+        "statistics are deterministic if operations have to be",
+        "takes operations for not deterministic",
+    ),
+    PrivateName(
+        "tensorflow.python.util._pywrap_util_port:IsMklEnabled",
+        "`graph_rewrite` warns if oneDNN is off",
+        "does not warn",
+    ),
+    # Replays.
+    PrivateName(
+        "tensorflow.python.framework.op_callbacks:add_op_callback",
+        "a replay finds the operation that returned NaN, and ends in time",
+        "does not watch operations",
+    ),
+    PrivateName(
+        "tensorflow.python.framework.op_callbacks:remove_op_callback",
+        "a replay finds the operation that returned NaN, and ends in time",
+        "does not watch operations",
+    ),
+    PrivateName(
+        "tensorflow.python.eager.record:stop_recording",
+        "a replay needs no memory for the gradients of what it only measures",
+        "records them",
+    ),
+    PrivateName(
+        "tensorflow:Tensor._handle_data",
+        "a replay restores variables of TensorFlow that a training step uses",
+        "does not replay batches",
+    ),
+    PrivateName(
+        "tensorflow:Graph._get_function",
+        "a replay knows what a training step changes that nobody can restore",
+        "does not replay batches",
     ),
 )

@@ -4,6 +4,7 @@ import keras
 import tensorflow as tf
 
 from kmp.backend.keras_internals import sublayers
+from kmp.backend.private_names import attribute
 from kmp.backend.tensorflow_internals import is_deterministic
 
 
@@ -38,7 +39,7 @@ def _obstacle(model: keras.Model) -> str:
         verb = "does" if len(classes) == 1 else "do"
         return f"{', '.join(sorted(classes))} {verb} not support it"
     # The public `distribute_strategy` is the current strategy if the model was built without one.
-    if model._distribute_strategy is not None:
+    if attribute(model, "keras:Model._distribute_strategy") is not None:
         return "it was built under a tf.distribute strategy"
     if is_deterministic():
         return "operations are deterministic (tf.config.experimental.enable_op_determinism)"
@@ -46,6 +47,9 @@ def _obstacle(model: keras.Model) -> str:
 
 
 def _supports_jit(layer: keras.Layer) -> bool:
-    """Whether a layer supports XLA on a GPU. Without one, Keras does not know that it uses cuDNN."""
+    """Whether a layer supports XLA on a GPU.
+
+    Without a GPU, Keras does not know that the layer uses cuDNN.
+    """
     is_recurrent = isinstance(layer, keras.layers.LSTM | keras.layers.GRU)
     return layer.supports_jit and not (is_recurrent and layer.use_cudnn is not False)

@@ -1,7 +1,11 @@
-"""Keras' private names that kmp reads or sets. Where a public name comes close, a function says what it lacks."""
+"""Keras' private names that kmp reads or sets.
+
+Where a public name comes close, a function says what it lacks. `inventory` says what kmp does
+without each name.
+"""
 
 import contextlib
-import importlib
+import inspect
 import re
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar, cast
@@ -9,6 +13,7 @@ from typing import Any, TypeVar, cast
 import keras
 import tensorflow as tf
 
+from kmp.backend.private_names import attribute, find, required
 from kmp.backend.undo import Undos
 from kmp.utils import DTYPES_16_BIT
 
@@ -21,13 +26,22 @@ def is_keras_class(cls: type) -> bool:
 
 
 def defining_class(cls: type, name: str) -> type:
-    """Returns the class in the MRO of `cls` that defines `name`: Keras treats a replacement there as its own method."""
+    """Returns the class in the MRO of `cls` that defines `name`."""
     return next(base for base in cls.__mro__ if name in vars(base))
 
 
 def sublayers(layer: keras.Layer) -> Iterable[keras.Layer]:
-    """Returns the layer and all its sublayers; `model.layers` lacks those in wrappers, custom layers and lists."""
-    return layer._flatten_layers()
+    """Returns the layer and all its sublayers.
+
+    `model.layers` lacks those in wrappers, custom layers and lists.
+    """
+    flatten = attribute(layer, "keras:Layer._flatten_layers")
+    if flatten is not None:
+        return flatten()
+    found = {id(layer): layer}
+    for child in _children(layer):
+        found.update((id(inner), inner) for inner in sublayers(child))
+    return list(found.values())
 
 
 def layers_in_16_bits(layers: Iterable[keras.Layer]) -> list[keras.Layer]:
@@ -38,18 +52,33 @@ def layers_in_16_bits(layers: Iterable[keras.Layer]) -> list[keras.Layer]:
 
 def direct_sublayers(layer: keras.Layer) -> Iterable[keras.Layer]:
     """Returns the sublayers of a layer, without their own sublayers."""
-    return layer._flatten_layers(recursive=False, include_self=False)
+    flatten = attribute(layer, "keras:Layer._flatten_layers")
+    if flatten is not None:
+        return flatten(recursive=False, include_self=False)
+    return _children(layer)
+
+
+def _children(layer: keras.Layer) -> list[keras.Layer]:
+    """Returns the layers in the attributes of a layer, and in the lists and dictionaries there."""
+    values = [getattr(layer, "layers", []), *vars(layer).values()]
+    if isinstance(layer, keras.Sequential):  # not the functional model that Keras makes of it
+        values = [layer.layers]
+    found = [value for value in keras.tree.flatten(values) if isinstance(value, keras.Layer)]
+    return list({id(child): child for child in found if child is not layer}.values())
 
 
 def calls_of(operation: keras.Operation) -> list[Any]:
-    """Returns a node per call of an operation in a graph. The public `input` and `output` belong to the first call."""
-    return list(operation._inbound_nodes)
+    """Returns a node per call of an operation in a graph.
+
+    The public `input` and `output` belong to the first call.
+    """
+    return list(required(operation, "keras:Operation._inbound_nodes"))
 
 
 def graph_tensors(model: keras.Model, name: str) -> list[keras.KerasTensor]:
-    """Returns the `"inputs"` or `"outputs"` of a functional or Sequential model, in order; none for other models.
+    """Returns the `"inputs"` or `"outputs"` of a functional or Sequential model, in order.
 
-    A subclassed model has no such attributes, or its own with other values.
+    Other models have none. A subclassed model has no such attributes, or its own with other values.
     """
     tensors = keras.tree.flatten(getattr(model, name, None) or [])
     return tensors if all(isinstance(tensor, keras.KerasTensor) for tensor in tensors) else []
@@ -57,20 +86,24 @@ def graph_tensors(model: keras.Model, name: str) -> list[keras.KerasTensor]:
 
 def producer_of(tensor: keras.KerasTensor) -> keras.Operation:
     """Returns the operation that produces a tensor of a graph."""
-    return tensor._keras_history.operation
+    return required(tensor, "keras:KerasTensor._keras_history").operation
 
 
 def is_input_of(layer: keras.Layer, consumer: keras.Layer) -> bool:
-    """Whether another layer takes the outputs of a layer in a graph, and no further operation does."""
-    consumers = {id(node.operation) for node in layer._outbound_nodes}
+    """Whether another layer, and nothing else, takes the outputs of a layer in a graph."""
+    nodes = attribute(layer, "keras:Layer._outbound_nodes", [])
+    consumers = {id(node.operation) for node in nodes}
     return consumers == {id(consumer)}
 
 
 def functional_outputs(
     model: keras.Model, inputs: Any, replace: Callable[[keras.Operation], Any]
 ) -> Any:
-    """Returns a functional model's outputs for other inputs, each operation replaced; `clone_model` clones those."""
-    return model._run_through_graph(inputs, operation_fn=replace)
+    """Returns a functional model's outputs for other inputs, with each operation replaced.
+
+    `clone_model` clones them.
+    """
+    return required(model, "keras:Model._run_through_graph")(inputs, operation_fn=replace)
 
 
 def unconnected_copy(operation: keras.Operation) -> keras.Operation:
@@ -85,14 +118,17 @@ def unconnected_copy(operation: keras.Operation) -> keras.Operation:
 
 
 def attached_to(tensor: Any) -> dict[str, Any]:
-    """Returns what Keras attached to a tensor: a mask, or the logits of a softmax, which a loss may use instead."""
+    """Returns what Keras attached to a tensor.
+
+    That is a mask, or the logits of a softmax, which a loss may use instead.
+    """
     return {name: value for name, value in vars(tensor).items() if name.startswith("_keras")}
 
 
 def in_float32(tensors: Any) -> Any:
-    """Returns a structure with its 16-bit tensors and `KerasTensor`s in float32; other values are unchanged.
+    """Returns a structure with its 16-bit tensors and `KerasTensor`s in float32.
 
-    A tensor keeps its mask, which no public name has.
+    Other values are unchanged. A tensor keeps its mask, which no public name has.
     """
 
     def converted(value: Any) -> Any:
@@ -112,42 +148,57 @@ def in_float32(tensors: Any) -> Any:
 
 
 def uncast_value(variable: keras.Variable) -> tf.Tensor:
-    """Returns a copy of a variable's value. In the call of a layer, the public `value` is cast to its compute dtype."""
-    return tf.identity(variable._value)
+    """Returns a copy of a variable's value.
+
+    In the call of a layer, the public `value` is cast to its compute dtype.
+    """
+    value = attribute(variable, "keras:Variable._value")
+    return tf.identity(variable.value if value is None else value)
 
 
 def build_metrics(model: keras.Model, batch_spec: Any) -> None:
-    """Creates the variables of compiled metrics and losses, which Keras 3.15 creates in the first trace of a step.
+    """Creates the variables of compiled metrics and losses.
 
-    It runs the model once symbolically for inference, a small part of a trace: only a functional or
+    Keras 3.15 creates them in the first trace of a step, which it then traces again. This runs the
+    model once symbolically for inference, a small part of a trace: only a functional or
     Sequential model, whose outputs are the same in training. An error of the user's code is raised
     by the trace.
     """
-    outputs = (
-        graph_tensors(model, "outputs")
-        if is_keras_class(type(model)) and not model.run_eagerly
-        else []
-    )
-    if not outputs or (len(outputs) == 1 and model._compile_metrics is None):
+    if not is_keras_class(type(model)) or model.run_eagerly:
+        return
+    outputs = graph_tensors(model, "outputs")
+    metrics = attribute(model, "keras:Model._compile_metrics")
+    build = attribute(model, "keras:Model._symbolic_build")
+    if not outputs or (len(outputs) == 1 and metrics is None) or build is None:
         return
     with contextlib.suppress(Exception):
-        model._symbolic_build(data_batch=batch_spec)
+        build(data_batch=batch_spec)
 
 
 def without_tracking(method: Method) -> Method:
-    """Decorates `build` of an optimizer as Keras does: variables in plain attributes are not added to `variables`."""
-    tracking = importlib.import_module("keras.src.utils.tracking")
-    return cast(Method, tracking.no_automatic_dependency_tracking(method))
+    """Decorates `build` of an optimizer as Keras does.
+
+    Variables in plain attributes are not added to `variables`.
+    """
+    decorate = find("keras.src.utils.tracking:no_automatic_dependency_tracking")
+    return method if decorate is None else cast(Method, decorate(method))
 
 
 def learning_rate_of(optimizer: keras.optimizers.Optimizer) -> Any:
-    """Returns the schedule or variable of a learning rate. The public `learning_rate` is a schedule's current value."""
-    return optimizer._learning_rate
+    """Returns the schedule or variable of a learning rate.
+
+    The public `learning_rate` is a schedule's current value.
+    """
+    rate = attribute(optimizer, "keras:optimizers.Optimizer._learning_rate")
+    return optimizer.learning_rate if rate is None else rate
 
 
 def variables_to_train(optimizer: keras.optimizers.Optimizer) -> list[keras.Variable]:
-    """Returns the variables that an optimizer was built with. The public `variables` are its state."""
-    return list(optimizer._trainable_variables)
+    """Returns the variables that an optimizer was built with.
+
+    The public `variables` are its state.
+    """
+    return list(attribute(optimizer, "keras:optimizers.Optimizer._trainable_variables", []))
 
 
 def optimizer_state(optimizer: keras.optimizers.Optimizer) -> list[keras.Variable]:
@@ -181,13 +232,24 @@ def _variables_in(value: Any) -> Iterator[keras.Variable]:
 
 
 def takes_training(model: keras.Model) -> bool:
-    """Whether Keras' `train_step` passes `training=True` to a model. Without it, its layers run as for inference."""
-    return bool(model._call_has_training_arg)
+    """Whether Keras' `train_step` passes `training=True` to a model.
+
+    Without it, its layers run as for inference.
+    """
+    takes = attribute(model, "keras:Model._call_has_training_arg")
+    return "training" in inspect.signature(model.call).parameters if takes is None else bool(takes)
 
 
 def compile_arguments(model: keras.Model) -> dict[str, Any]:
-    """Returns the arguments that a model was compiled with. The public `get_compile_config` has only their configs."""
-    return model._compile_config.config
+    """Returns the arguments that a model was compiled with.
+
+    The public `get_compile_config` has only their configs.
+    """
+    config = attribute(model, "keras:Model._compile_config")
+    if config is not None:
+        return config.config
+    names = ("optimizer", "loss", "run_eagerly", "steps_per_execution", "jit_compile")
+    return {name: getattr(model, name) for name in names}
 
 
 @contextlib.contextmanager
@@ -203,7 +265,11 @@ def global_policy(policy: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def instance_attribute(instance: Any, name: str, value: Any) -> Iterator[None]:
-    """Sets an attribute in the context, without Keras' `__setattr__`, which would track it; `None` removes it."""
+    """Sets an attribute in the context; `None` removes it.
+
+    Keras' `__setattr__`, which would track the value, is not called. The attribute is the same for
+    all threads: `own_method` sets a method for one.
+    """
     previous = vars(instance).get(name)
 
     def restore() -> None:
@@ -220,29 +286,53 @@ def instance_attribute(instance: Any, name: str, value: Any) -> Iterator[None]:
 
 
 def declared_trainable(layer: keras.Layer) -> list[keras.Variable]:
-    """Returns the trainable variables that a layer itself created. The public list is empty if the layer is frozen."""
-    return list(layer._trainable_variables)
+    """Returns the trainable variables that a layer itself created.
+
+    The public list is empty if the layer is frozen.
+    """
+    declared = attribute(layer, "keras:Layer._trainable_variables")
+    if declared is None:
+        return [each for each in _own_variables(layer) if each.trainable]
+    return list(declared)
 
 
 def declared_not_trainable(layer: keras.Layer) -> list[keras.Variable]:
-    """Returns the non-trainable variables that a layer itself created. The public list has all of a frozen layer."""
-    return list(layer._non_trainable_variables)
+    """Returns the non-trainable variables that a layer itself created.
+
+    The public list has all of a frozen layer.
+    """
+    declared = attribute(layer, "keras:Layer._non_trainable_variables")
+    if declared is None:
+        return [each for each in _own_variables(layer) if not each.trainable]
+    return list(declared)
+
+
+def _own_variables(layer: keras.Layer) -> list[keras.Variable]:
+    """Returns the variables of a layer that are in none of its sublayers."""
+    of_others = {id(each) for child in direct_sublayers(layer) for each in child.variables}
+    return [each for each in layer.variables if id(each) not in of_others]
 
 
 def is_symbolic() -> bool:
-    """Whether Keras calls a layer only for the shapes and dtypes of its outputs."""
-    return bool(
-        importlib.import_module("keras.src.backend.common.symbolic_scope").in_symbolic_scope()
-    )
+    """Whether Keras may call a layer only for the shapes and dtypes of its outputs."""
+    in_symbolic_scope = find("keras.src.backend.common.symbolic_scope:in_symbolic_scope")
+    return in_symbolic_scope is None or bool(in_symbolic_scope())
 
 
 def functional_input_cast() -> str | None:
-    """Returns the method of a functional model that casts its arguments to those of its `Input`s."""
-    return "_convert_inputs_to_tensors"
+    """Returns the name of the method of a functional model that casts its arguments.
+
+    It casts them to the dtypes of the `Input`s. `None` if Keras has no such method.
+    """
+    method = find("keras.src.models.functional:Functional._convert_inputs_to_tensors")
+    return None if method is None else method.__name__
 
 
 def layers_by_path(model: keras.Model) -> dict[str, keras.Layer]:
-    """Returns a model's layers by path, with those in nested models and custom layers; not the cell of an RNN."""
+    """Returns a model's layers by path, with those in nested models and custom layers.
+
+    Not the cell of an RNN.
+    """
     found: dict[str, keras.Layer] = {}
     for layer in direct_sublayers(model):
         if not isinstance(layer, keras.layers.InputLayer):
@@ -253,13 +343,16 @@ def layers_by_path(model: keras.Model) -> dict[str, keras.Layer]:
 
 
 def computing_layers(model: keras.Model) -> dict[str, keras.Layer]:
-    """Returns those of `layers_by_path` that compute something themselves, and the model if it does."""
+    """Returns those of `layers_by_path`, and the model, that compute something themselves."""
     layers = {model.name: model, **layers_by_path(model)}  # a layer may have the model's name
     return {path: layer for path, layer in layers.items() if not is_passthrough(layer)}
 
 
 def created_layers(model: keras.Model) -> dict[str, keras.Layer]:
-    """Returns those of `layers_by_path` that a program can create: not the parts of keras-hub's layers."""
+    """Returns those of `layers_by_path` that a program can create.
+
+    It cannot create the parts of keras-hub's layers.
+    """
     layers = layers_by_path(model)
     blocks = (path for path, layer in layers.items() if not isinstance(layer, keras.Model))
     closed = tuple(
@@ -269,14 +362,23 @@ def created_layers(model: keras.Model) -> dict[str, keras.Layer]:
 
 
 def output_layers(layer: keras.Layer) -> list[keras.Layer]:
-    """Returns the layers that produce a model's outputs, in order; else the last sublayer of a layer or model."""
+    """Returns the layers that produce a model's outputs, in order.
+
+    Without a graph, the last sublayer of a layer or model.
+    """
     graph = graph_tensors(layer, "outputs") if isinstance(layer, keras.Model) else []
-    producers = [producer_of(tensor) for tensor in graph] or list(direct_sublayers(layer))[-1:]
+    if not graph:
+        return list(direct_sublayers(layer))[-1:]
+    histories = [attribute(tensor, "keras:KerasTensor._keras_history") for tensor in graph]
+    producers = [history.operation for history in histories if history is not None]
     return [producer for producer in producers if isinstance(producer, keras.Layer)]
 
 
 def compute_dtypes(layer: keras.Layer) -> set[str]:
-    """Returns the float dtypes that a layer and its sublayers compute in, without those of lookups, such as string."""
+    """Returns the float dtypes that a layer and its sublayers compute in.
+
+    Those of look-ups, such as string, are no float dtypes.
+    """
     dtypes = {
         sublayer.compute_dtype for sublayer in sublayers(layer) if not is_passthrough(sublayer)
     }
@@ -284,7 +386,10 @@ def compute_dtypes(layer: keras.Layer) -> set[str]:
 
 
 def is_passthrough(layer: keras.Layer) -> bool:
-    """Whether a layer computes nothing itself: an `InputLayer`, or a Sequential or functional model."""
+    """Whether a layer computes nothing itself.
+
+    That is an `InputLayer`, or a Sequential or functional model.
+    """
     is_model = isinstance(layer, keras.Model) and is_keras_class(
         defining_class(type(layer), "call")
     )
@@ -292,6 +397,9 @@ def is_passthrough(layer: keras.Layer) -> bool:
 
 
 def rnn_states(layer: keras.Layer) -> list[keras.Variable]:
-    """Returns the states that a stateful RNN keeps between batches. Keras lists them in no layer's variables."""
+    """Returns the states that a stateful RNN keeps between batches.
+
+    Keras lists them in no layer's variables.
+    """
     is_stateful = isinstance(layer, keras.layers.RNN) and layer.stateful and layer.built
     return keras.tree.flatten(layer.states) if is_stateful else []

@@ -2,14 +2,13 @@
 
 import contextlib
 import functools
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 from weakref import WeakSet
 
 from kmp.backend.inventory import PATCHES, Patch, Reason
 from kmp.backend.private_names import resolve, warn_of_missing
-from kmp.backend.undo import Undos
+from kmp.backend.undo import ThreadLock, Undos
 
 _MISSING = object()
 
@@ -65,17 +64,19 @@ class Patches:
         self._applied: dict[Patch, Replacement] = {}
         self._left: dict[Patch, tuple[Replacement, Any]] = {}
         self._in_use: WeakSet[Any] = WeakSet()
-        self._lock = threading.RLock()
+        self._lock = ThreadLock()
 
     def hold(self, reason: Reason, holder: object) -> None:
         """Gives a reason, until each holder has released it. An object holds it once."""
-        with self._lock:
+        with Undos() as undos, undos:
+            undos.lock(self._lock)
             self._holders[reason] = [*self._others(reason, holder), holder]
             self._update()
 
     def release(self, reason: Reason, holder: object) -> None:
         """Takes the reason of a holder back; does nothing if it has none."""
-        with self._lock:
+        with Undos() as undos, undos:
+            undos.lock(self._lock)
             self._holders[reason] = self._others(reason, holder)
             self._update()
 
@@ -93,16 +94,14 @@ class Patches:
 
         They are removed by the first `release_unused` after it.
         """
-        with self._lock:
-            self._in_use.add(instance)
-            if not self.is_held(Reason.IN_USE):
-                self.hold(Reason.IN_USE, self._in_use)
+        self._in_use.add(instance)
+        if not self.is_held(Reason.IN_USE):
+            self.hold(Reason.IN_USE, self._in_use)
 
     def release_unused(self) -> None:
         """Removes the patches of `Reason.IN_USE` if no object that needs them is alive."""
-        with self._lock:
-            if not self._in_use:
-                self.release(Reason.IN_USE, self._in_use)
+        if not self._in_use:
+            self.release(Reason.IN_USE, self._in_use)
 
     def is_held(self, reason: Reason) -> bool:
         """Whether any holder gives this reason."""

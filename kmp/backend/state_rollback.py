@@ -9,6 +9,7 @@ import keras
 import tensorflow as tf
 
 from kmp.backend.keras_internals import sublayers
+from kmp.backend.private_names import attribute
 from kmp.backend.undo import Undos
 
 # Operations whose state is not in a variable, by the reason in the words of a user.
@@ -36,7 +37,10 @@ _CALLS = (
 
 
 class ResourceVariable(NamedTuple):
-    """A variable of TensorFlow, by the handle that a traced function captures; and whether the function assigns it."""
+    """A variable of TensorFlow, by the handle that a traced function captures.
+
+    And whether the function assigns it.
+    """
 
     handle: tf.Tensor
     dtype: tf.DType
@@ -55,7 +59,7 @@ class ResourceVariable(NamedTuple):
 def state_restored(
     model: keras.Model, variables: Iterable[ResourceVariable] = ()
 ) -> Iterator[keras.StatelessScope]:
-    """Makes an eager pass assign nothing of Keras, and restores what it assigns of TensorFlow's `variables`.
+    """Makes an eager pass assign nothing of Keras, and restores TensorFlow's `variables`.
 
     Assignments to Keras' variables (weights, statistics, states, seeds, metrics) end with the
     context and do not reach the variable, so nothing is lost if the pass is interrupted. Yields the
@@ -83,60 +87,92 @@ def state_restored(
 
 
 def _leave(scope: keras.StatelessScope) -> None:
-    if hasattr(scope, "original_scope"):  # it was entered
+    with contextlib.suppress(AttributeError):  # it was not entered
         scope.__exit__(None, None, None)
+
+
+# The reason where TensorFlow's private names that show the state are missing.
+_UNSEEN = "state that this version of kmp does not see in this version of TensorFlow"
 
 
 def state_of_trace(
     known: Iterable[keras.Variable], unless_assigned: bool = False
 ) -> tuple[list[ResourceVariable], str | None]:
-    """Returns TensorFlow's variables that the function which is traced now uses, except those of Keras' `known` ones.
+    """Returns TensorFlow's variables that the function which is traced now uses.
 
-    With `unless_assigned`, those that it assigns outside of branches are not excepted. And what a
-    pass of it would change that nobody can restore, or `None`.
+    Args:
+        known: Keras' variables, which are left out.
+        unless_assigned: Whether those are not left out that the function assigns outside of
+            branches.
+
+    Returns:
+        The variables; and what a pass of the function would change that nobody can restore, or
+        `None`.
     """
     if tf.executing_eagerly():
         return [], None
-    graph = tf.compat.v1.get_default_graph()
-    kinds = {
-        operation.type
-        for inner in _with_nested(graph, set())
-        for operation in inner.get_operations()
-    }
-    reasons = [reason for kind, reason in _UNRESTORABLE.items() if kind in kinds]
-    assigned = {
-        id(operation.inputs[0])
-        for operation in graph.get_operations()
-        if operation.type.startswith("Assign")
-    }
-    known_handles = {
-        id(variable.value.handle) for variable in known if hasattr(variable.value, "handle")
-    }
-    variables = []
-    for handle, inner in graph.captures:
-        is_handle = (
-            isinstance(handle, tf.Tensor)
-            and handle.dtype == tf.resource
-            and not tf.is_symbolic_tensor(handle)
-        )
-        data = handle._handle_data if is_handle else None  # no public name; a table has none
-        values: Any = data.shape_and_type if data is not None else ()
-        is_assigned = id(inner) in assigned
-        if len(values) == 1 and (
-            id(handle) not in known_handles or (unless_assigned and is_assigned)
-        ):
-            variables.append(ResourceVariable(handle, tf.as_dtype(values[0].dtype), is_assigned))
-    return variables, next(iter(reasons), None)
+    graph: Any = tf.compat.v1.get_default_graph()
+    values = [variable.value for variable in known]
+    known_handles = {id(value.handle) for value in values if hasattr(value, "handle")}
+    variables, reason = [], _unrestorable_in(graph)
+    for handle, is_assigned in _captured_by(graph):
+        if id(handle) in known_handles and not (unless_assigned and is_assigned):
+            continue
+        dtypes = _dtypes_of_handle(handle)
+        if dtypes is None:
+            reason = reason or _UNSEEN
+        elif len(dtypes) == 1:
+            variables.append(ResourceVariable(handle, dtypes[0], is_assigned))
+    return variables, reason
+
+
+def _captured_by(graph: Any) -> Iterator[tuple[Any, bool]]:
+    """Yields what a graph captures from outside, each with whether it is assigned."""
+    operations = graph.get_operations()
+    assigned = {id(each.inputs[0]) for each in operations if each.type.startswith("Assign")}
+    for outer, inner in graph.captures:
+        yield outer, id(inner) in assigned
+
+
+def _dtypes_of_handle(handle: Any) -> list[tf.DType] | None:
+    """Returns the dtype of the variable of a handle; none of other tensors; `None` if not known."""
+    if not isinstance(handle, tf.Tensor) or handle.dtype != tf.resource:
+        return []
+    if tf.is_symbolic_tensor(handle):
+        return []
+    data = attribute(handle, "tensorflow:Tensor._handle_data", _UNSEEN)
+    if data == _UNSEEN:
+        return None
+    shapes_and_types = () if data is None else data.shape_and_type  # a table has none
+    return [tf.as_dtype(each.dtype) for each in shapes_and_types]
+
+
+def _unrestorable_in(graph: Any) -> str | None:
+    """Returns what a pass of a graph would change that nobody can restore, or `None`."""
+    graphs = list(_with_nested(graph, set()))
+    if None in graphs:
+        return _UNSEEN
+    types = {operation.type for inner in graphs for operation in inner.get_operations()}
+    reasons = (reason for kind, reason in _UNRESTORABLE.items() if kind in types)
+    return next(reasons, None)
 
 
 def _with_nested(graph: Any, seen: set[str]) -> Iterator[Any]:
-    """Yields a graph, and those of the functions, branches and loops in it, which have no public name."""
+    """Yields a graph, and those of the functions, branches and loops in it.
+
+    And `None` if TensorFlow has no name that leads to these.
+    """
     yield graph
     for operation in graph.get_operations():
-        for attribute in operation.node_def.attr.values() if operation.type in _CALLS else ():
-            name = attribute.func.name
-            if name and name not in seen:
-                seen.add(name)
-                function = graph._get_function(name)
-                if function is not None and function.graph is not None:
-                    yield from _with_nested(function.graph, seen)
+        if operation.type not in _CALLS:
+            continue
+        names = {value.func.name for value in operation.node_def.attr.values()} - {"", *seen}
+        for name in sorted(names):
+            seen.add(name)
+            function_of = attribute(graph, "tensorflow:Graph._get_function")
+            if function_of is None:
+                yield None
+                return
+            function = function_of(name)
+            if function is not None and function.graph is not None:
+                yield from _with_nested(function.graph, seen)

@@ -13,13 +13,11 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import tensorflow as tf
-from tensorflow.python.eager import record
-from tensorflow.python.framework import config, op_callbacks
-from tensorflow.python.util import _pywrap_util_port
 
 from kmp.backend.inventory import Reason
 from kmp.backend.patching import patches
-from kmp.backend.undo import Context, Undos
+from kmp.backend.private_names import find
+from kmp.backend.undo import Context, ThreadLock, Undos
 from kmp.utils import FORMATS_16_BIT
 
 Value = TypeVar("Value")
@@ -27,12 +25,14 @@ Value = TypeVar("Value")
 
 def is_deterministic() -> bool:
     """Whether `tf.config.experimental.enable_op_determinism` was called."""
-    return config.is_op_determinism_enabled()
+    is_enabled = find("tensorflow.python.framework.config:is_op_determinism_enabled")
+    return is_enabled is not None and is_enabled()
 
 
 def is_onednn_enabled() -> bool:
-    """Whether TensorFlow computes with oneDNN on the CPU."""
-    return bool(_pywrap_util_port.IsMklEnabled())
+    """Whether TensorFlow computes with oneDNN on the CPU, as far as known."""
+    is_enabled = find("tensorflow.python.util._pywrap_util_port:IsMklEnabled")
+    return is_enabled is None or bool(is_enabled())
 
 
 @contextlib.contextmanager
@@ -61,13 +61,19 @@ def watching_operations(
             name = operation.decode() if isinstance(operation, bytes) else operation
             observe(name, inputs, outputs)
 
-    def remove() -> None:
-        with contextlib.suppress(KeyError):  # not added, or removed already
-            op_callbacks.remove_op_callback(callback)
+    add = find("tensorflow.python.framework.op_callbacks:add_op_callback")
+    remove = find("tensorflow.python.framework.op_callbacks:remove_op_callback")
 
+    def undo() -> None:
+        with contextlib.suppress(KeyError):  # not added, or removed already
+            remove(callback)
+
+    if add is None or remove is None:
+        yield
+        return
     with Undos() as undos, undos:
-        undos.add(remove)
-        op_callbacks.add_op_callback(callback)
+        undos.add(undo)
+        add(callback)
         yield
 
 
@@ -76,7 +82,8 @@ def without_tapes() -> contextlib.AbstractContextManager[None]:
 
     The public method of a tape stops that tape only.
     """
-    return record.stop_recording()
+    stop_recording = find("tensorflow.python.eager.record:stop_recording")
+    return contextlib.nullcontext() if stop_recording is None else stop_recording()
 
 
 class RandomNumbers:
@@ -247,7 +254,7 @@ def run_eagerly_patch(original: property) -> property:
     return property(_run_functions_eagerly, doc=original.__doc__)
 
 
-_tf32_lock = threading.Lock()
+_tf32_lock = ThreadLock()
 _tf32_holders: list[object] = []
 
 
@@ -264,20 +271,24 @@ def without_tensor_float_32() -> Iterator[None]:
         return
     holder = object()
 
-    def release() -> None:
-        with _tf32_lock:
-            if holder in _tf32_holders:
-                if len(_tf32_holders) == 1:
-                    tf.config.experimental.enable_tensor_float_32_execution(True)
-                _tf32_holders.remove(holder)
-
-    with Undos() as undos, undos:
-        undos.add(release)
-        with _tf32_lock:
+    def disable() -> None:
+        with Undos() as undos, undos:
+            undos.lock(_tf32_lock)
             is_allowed = tf.config.experimental.tensor_float_32_execution_enabled()
             if is_allowed or _tf32_holders:  # else the user has disabled it
                 _tf32_holders.append(holder)
                 tf.config.experimental.enable_tensor_float_32_execution(False)
+
+    def release() -> None:
+        with Undos() as undos, undos:
+            undos.lock(_tf32_lock)
+            if _tf32_holders == [holder]:
+                tf.config.experimental.enable_tensor_float_32_execution(True)
+            _tf32_holders[:] = [each for each in _tf32_holders if each is not holder]
+
+    with Undos() as undos, undos:
+        undos.add(release)
+        disable()
         yield
 
 

@@ -10,7 +10,7 @@ import keras
 
 from kmp.backend.inventory import Reason
 from kmp.backend.patching import patches
-from kmp.backend.undo import Context, Undos
+from kmp.backend.undo import Context, ThreadLock, Undos
 
 
 class _Override:
@@ -135,7 +135,7 @@ class _MethodByThread:
         return self.in_this_thread()(*args, **kwargs)
 
 
-_method_lock = threading.RLock()
+_method_lock = ThreadLock()
 
 
 @contextlib.contextmanager
@@ -157,19 +157,28 @@ def own_method(
     override = _Override(instance, name, None)
     with Undos() as undos, undos:
         undos.add(functools.partial(_remove_method, override, name))
-        with _method_lock:
-            method = vars(instance).get(name)
-            if not isinstance(method, _MethodByThread):
-                method = _MethodByThread(instance, name)
-            override.value = make(method.in_this_thread())
-            method.users.append(override)
-            override.add()
-            vars(instance)[name] = method
+        _add_method(override, name, make)
         yield
 
 
+def _add_method(
+    override: _Override, name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]
+) -> None:
+    attributes = vars(override.instance)
+    with Undos() as undos, undos:
+        undos.lock(_method_lock)
+        method = attributes.get(name)
+        if not isinstance(method, _MethodByThread):
+            method = _MethodByThread(override.instance, name)
+        override.value = make(method.in_this_thread())
+        method.users.append(override)
+        override.add()
+        attributes[name] = method
+
+
 def _remove_method(override: _Override, name: str) -> None:
-    with _method_lock:
+    with Undos() as undos, undos:
+        undos.lock(_method_lock)
         override.remove()
         attributes = vars(override.instance)
         method = attributes.get(name)

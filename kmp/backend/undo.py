@@ -1,12 +1,36 @@
 """Changes that are undone at the end of a context, also if Ctrl-C ends it in the middle."""
 
 import contextlib
+import threading
+import time
 from collections.abc import Callable
 from typing import TypeVar
 
 Value = TypeVar("Value")
 # What a function with the decorator `contextlib.contextmanager` returns.
 Context = contextlib._GeneratorContextManager
+
+
+class ThreadLock:
+    """A lock that a thread may take and release again and again.
+
+    Ctrl-C in the middle of `with threading.Lock()` may leave that locked. Here `release` is added
+    to `Undos` before `acquire` is called, and may run twice.
+    """
+
+    def __init__(self) -> None:
+        self._owner: dict[str, int] = {}
+
+    def acquire(self) -> None:
+        """Waits until no other thread has the lock, and takes it."""
+        own = threading.get_ident()
+        while self._owner.setdefault("thread", own) != own:
+            time.sleep(1e-4)
+
+    def release(self) -> None:
+        """Releases the lock if this thread has it."""
+        if self._owner.get("thread") == threading.get_ident():
+            self._owner.clear()
 
 
 class Undos:
@@ -44,6 +68,11 @@ class Undos:
         """
         self.add(context.gen.close)
         return context.__enter__()
+
+    def lock(self, lock: ThreadLock) -> None:
+        """Takes a lock until the end of the context."""
+        self.add(lock.release)
+        lock.acquire()
 
     def __enter__(self) -> "Undos":
         return self

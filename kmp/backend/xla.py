@@ -1,25 +1,29 @@
 """What a function that is traced for XLA, a strategy or a stateless call has to do differently."""
 
 import functools
-import importlib
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import tensorflow as tf
 from keras import ops
-from tensorflow.python.ops import control_flow_util
+
+from kmp.backend.private_names import find
 
 _LARGEST_MASK = 2**14  # elements; each larger tensor has a kernel of its own anyway
 
 
 def is_tracing() -> bool:
     """Whether the current graph is traced for XLA. TensorFlow 2.21 has no public name for it."""
-    return control_flow_util.GraphOrParentsInXlaContext(tf.compat.v1.get_default_graph())
+    is_of_xla = find("tensorflow.python.ops.control_flow_util:GraphOrParentsInXlaContext")
+    return is_of_xla is not None and is_of_xla(tf.compat.v1.get_default_graph())
 
 
 def has_gpu() -> bool:
-    """Whether TensorFlow computes on a GPU: a branch on a value of the device makes the host wait there."""
+    """Whether TensorFlow computes on a GPU.
+
+    A branch on a value of the device makes the host wait there.
+    """
     return bool(tf.config.get_visible_devices("GPU"))
 
 
@@ -48,19 +52,14 @@ def masks_of(condition: tf.Tensor) -> Callable[[Sequence[int | None]], tf.Tensor
 
 
 def opaque(tensor: tf.Tensor) -> tf.Tensor:
-    """Returns a tensor that XLA computes by itself: it does not fuse, fold or share the computation with others.
+    """Returns a tensor that XLA computes by itself.
 
-    TensorFlow 2.21 has no public name for this barrier.
+    It does not fuse, fold or share the computation with others. TensorFlow 2.21 has no public name for this barrier.
     """
     if not is_tracing():
         return tensor
-    try:
-        barrier = importlib.import_module(
-            "tensorflow.compiler.tf2xla.python.xla"
-        ).optimization_barrier
-    except (ImportError, AttributeError):
-        return tensor  # more kernels, the same results
-    return barrier(tensor)[0]
+    barrier = find("tensorflow.compiler.tf2xla.python.xla:optimization_barrier")
+    return tensor if barrier is None else barrier(tensor)[0]
 
 
 def call_if(condition: Any, function: Callable[[], None], compiles: bool = False) -> None:
@@ -77,14 +76,18 @@ def call_if(condition: Any, function: Callable[[], None], compiles: bool = False
         compiles: Whether a graph calls it compiled and without a branch, for which a GPU would wait
             for the host. It may then write no int32 variables, which TensorFlow keeps on the host.
     """
-    # Keras 3.15 has no public name for whether a `StatelessScope` is open.
-    scope = importlib.import_module("keras.src.backend.common.stateless_scope")
-    if is_tracing() or tf.distribute.has_strategy() or scope.in_stateless_scope():
+    if is_tracing() or tf.distribute.has_strategy() or _in_stateless_scope():
         function()
     elif compiles and not tf.executing_eagerly():
         tf.function(function, jit_compile=True, autograph=False)()
     else:
         ops.cond(condition, outlined(function), lambda: None)
+
+
+def _in_stateless_scope() -> bool:
+    """Whether a `keras.StatelessScope` may be open. Keras 3.15 has no public name for it."""
+    in_stateless_scope = find("keras.src.backend.common.stateless_scope:in_stateless_scope")
+    return in_stateless_scope is None or in_stateless_scope()
 
 
 def outlined(function: Callable[..., Any]) -> Callable[..., Any]:

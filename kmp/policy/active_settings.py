@@ -1,4 +1,4 @@
-"""What is switched on: the policy and loss-scale settings of each call of `enable`, and TensorFlow's graph rewrite."""
+"""What is switched on: the settings of each call of `enable`, and TensorFlow's graph rewrite."""
 
 import itertools
 import threading
@@ -33,7 +33,10 @@ rewrite_dtypes: dict[
 
 
 def current_settings() -> ActiveSettings | None:
-    """Returns those of the thread's own last call or, without any, of the last call in another thread, if any."""
+    """Returns those of the thread's own last call, if any.
+
+    Without any, those of the last call in another thread, if any.
+    """
     own = [settings for settings in active if settings.thread is threading.current_thread()]
     return next(reversed(own or active), None)
 

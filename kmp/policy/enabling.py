@@ -1,4 +1,4 @@
-"""Enables and disables mixed precision: Keras' global policy with the settings of `compile`, and the graph rewrite."""
+"""Enables and disables mixed precision: the policy with the settings, and the graph rewrite."""
 
 from typing import Unpack
 
@@ -33,9 +33,9 @@ class Handle(ActiveSettings):
     """
 
     def disable(self) -> None:
-        """Restores the policy and settings from before this call of `enable`; does nothing if already disabled.
+        """Restores the policy and settings from before this call of `enable`.
 
-        Later calls in the same thread are undone too.
+        Does nothing if it is disabled already. Later calls in the same thread are undone too.
         """
         with lock:
             if self in active:
@@ -66,7 +66,7 @@ def enable(
     jit_compile: bool | str = "auto",
     **loss_scale_settings: Unpack[LossScaleSettings],
 ) -> Handle:
-    """Sets the global dtype policy, and makes `model.compile` wrap the optimizers of float16 models with loss scaling.
+    """Sets the global dtype policy, and makes `model.compile` add loss scaling.
 
     Layers created after this call use the policy. If any layer of a model computes in float16,
     `compile` wraps its optimizer in `kmp.LossScaleOptimizer`; `compile(auto_scale_loss=False)` does
@@ -184,9 +184,9 @@ def _set_policy_without_patch() -> None:
 
 
 def graph_rewrite(enabled: bool = True, dtype: str = FLOAT16.name) -> None:
-    """Makes TensorFlow rewrite the graphs of float32 models to 16 bits, operation by operation; layers do not change.
+    """Makes TensorFlow rewrite the graphs of float32 models to 16 bits.
 
-    Use it for models that cannot be rebuilt. For other models prefer `enable` or `convert`, which
+    It does so operation by operation; layers do not change. Use it for models that cannot be rebuilt. For other models prefer `enable` or `convert`, which
     also work under XLA. It corresponds to `enable_mixed_precision_graph_rewrite` of tf.keras 2 and
     to TensorFlow's environment variable `TF_ENABLE_AUTO_MIXED_PRECISION`. In later calls of
     `compile`, `jit_compile="auto"` becomes `False`, because XLA compiles the graph before it is

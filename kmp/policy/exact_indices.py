@@ -72,8 +72,10 @@ def keep_input_exact(layer: keras.Layer) -> None:
 
     That of a Sequential without an `Input` may be float16.
     """
+    if not isinstance(layer, keras.Model):
+        return
     name = keras_internals.functional_input_cast()
-    if name and isinstance(layer, keras.Model) and hasattr(layer, name):
+    if name is not None and hasattr(layer, name):
         vars(layer)[name] = functools.partial(_cast_inputs, getattr(type(layer), name), layer)
 
 

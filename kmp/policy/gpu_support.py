@@ -19,7 +19,10 @@ _logged: set[str] = set()  # the dtypes of which a message was logged
 
 @dataclass(frozen=True)
 class Gpu:
-    """A GPU that TensorFlow detects, with its compute capability's major and minor version if that is reported."""
+    """A GPU that TensorFlow detects.
+
+    With its compute capability's major and minor version, if that is reported.
+    """
 
     name: str
     compute_capability: tuple[int, int] | None
@@ -46,7 +49,7 @@ class Gpu:
 
 
 def gpus() -> tuple[Gpu, ...]:
-    """Returns the GPUs of this machine, as TensorFlow reports them, with what they support in hardware.
+    """Returns the GPUs that TensorFlow reports, with what they support in hardware.
 
     Example:
     >>> all(gpu.tensor_cores for gpu in gpus() if gpu.bfloat16)
@@ -96,6 +99,10 @@ def resolve(policy: str) -> str:
             else logging.WARNING
         )
         logger.log(
-            level, "kmp.enable(%r): the policy for this machine is %r: %s.", policy, best, reason
+            level,
+            'kmp.enable(%r) is in force. On this machine, "auto" would choose %r: %s.',
+            policy,
+            best,
+            reason,
         )
     return policy

@@ -36,8 +36,8 @@ def _is_managed(model: keras.Layer) -> bool:
     return isinstance(model, keras.Model) and model in _policy_at_compile
 
 
-# The names of the arguments of Keras' `compile`, by position. Not those of `original`, which another
-# library may have wrapped.
+# The names of the arguments of Keras' `compile`, by position. Not those of `original`, which
+# another library may have wrapped.
 _COMPILE_ARGUMENTS = (
     "loss",
     "loss_weights",
@@ -135,7 +135,10 @@ def make_train_function_patch(original: Callable[..., None]) -> Callable[..., No
 
 
 def _prepared(model: keras.Model, train_function: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Returns the train function with what has to happen before its first call, or as soon as the model is built."""
+    """Returns the train function with what has to happen before its first call.
+
+    Or as soon as the model is built, if that is later.
+    """
     is_first = True
     is_unchecked = is_float16_enabled() and _policy_at_compile.get(model) in (
         None,

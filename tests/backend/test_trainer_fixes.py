@@ -99,7 +99,7 @@ def test_inner_optimizer_options_train_equally_on_all_workers(results):
 
 @pytest.mark.slow
 def test_fit_of_keras_still_fails_on_several_workers(results):
-    """If this test fails, Keras has fixed `fit`: remove the fixes from kmp/backend/trainer_fixes.py."""
+    """If this test fails, Keras has fixed `fit`: remove kmp/backend/trainer_fixes.py."""
     assert all("PerReplica" in error for error in results["stock"])
 
 

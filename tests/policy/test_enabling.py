@@ -127,7 +127,7 @@ X, Y = np.ones((8, 4), "float32"), np.zeros((8, 1), "float32")
 
 @keras.saving.register_keras_serializable("tests")
 class AddsLoss(keras.layers.Layer):
-    """Adds a loss in its compute dtype; kmp sets a layer with an activity regularizer to float32."""
+    """Adds a loss in its compute dtype; a layer with an activity regularizer is float32."""
 
     def call(self, x):
         self.add_loss(keras.ops.mean(x) * 3)
@@ -231,7 +231,7 @@ class ForwardsCompileArguments(keras.Sequential):
         super().compile(*args, **kwargs)
 
 
-def test_optimizer_by_position_and_the_default_one_are_wrapped_also_where_others_have_wrapped_compile(
+def test_optimizer_by_position_and_the_default_one_are_wrapped_where_others_wrap_compile(
     monkeypatch,
 ):
     owner = defining_class(keras.Model, "compile")

@@ -52,7 +52,7 @@ def test_pass_and_patches_are_on_only_while_the_rewrite_is():
 
 @pytest.mark.slow
 def test_optimized_graph_has_casts_only_while_the_rewrite_is_on():
-    """In a process of its own: TensorFlow's pass for CPUs needs oneDNN, which the tests turn off."""
+    """In a process of its own: TensorFlow's pass for CPUs needs oneDNN, which tests turn off."""
     code = """if True:
         import sys, warnings
         warnings.simplefilter("error", UserWarning)
@@ -60,7 +60,8 @@ def test_optimized_graph_has_casts_only_while_the_rewrite_is_on():
         import keras, tensorflow as tf
         from conftest import casts_of_optimized
         import kmp
-        x, model = tf.ones((64, 16)), keras.Sequential([keras.Input((16,)), keras.layers.Dense(32, activation="relu")])
+        x, dense = tf.ones((64, 16)), keras.layers.Dense(32, activation="relu")
+        model = keras.Sequential([keras.Input((16,)), dense])
         for rewrite in (None, True, False):
             if rewrite is not None:
                 kmp.graph_rewrite(rewrite, dtype="bfloat16")
