@@ -13,17 +13,8 @@ class _Logger(Monitor):
         log_dir: PathLike | None = None,
         every_n_steps: int = 250,
         optimizer: LossScaleOptimizer | None = None,
-        *,
-        variables: str | list[str] | None = None,
     ) -> None:
-        super().__init__(
-            log_dir,
-            every_n_steps,
-            optimizer,
-            variables=variables,
-            replay=False,
-            on_stuck="ignore",
-        )
+        super().__init__(log_dir, every_n_steps, optimizer, replay=False, on_stuck="ignore")
 
 
 class LossScaleLogger(_Logger):
@@ -71,7 +62,7 @@ class OverflowCounter(_Logger):
     recorded = (OVERFLOWS,)
 
 
-class GradientHistogram(_Logger):
+class GradientHistogram(Monitor):
     """Samples gradients at regular steps: a histogram of binary exponents for each variable.
 
     `run.samples` and the log have the samples, and `grad_zeros`, the fraction of gradient elements
@@ -92,3 +83,20 @@ class GradientHistogram(_Logger):
     """
 
     recorded = (GRADIENTS,)
+
+    def __init__(
+        self,
+        log_dir: PathLike | None = None,
+        every_n_steps: int = 250,
+        optimizer: LossScaleOptimizer | None = None,
+        *,
+        variables: str | list[str] | None = None,
+    ) -> None:
+        super().__init__(
+            log_dir,
+            every_n_steps,
+            optimizer,
+            variables=variables,
+            replay=False,
+            on_stuck="ignore",
+        )

@@ -194,7 +194,7 @@ class Recorder:
     def end_epoch(self, epoch: int, logs: Logs) -> None:
         """Records the metrics of an epoch."""
         learning_rate = getattr(self._optimizer.inner_optimizer, "learning_rate", None)
-        values = {"learning_rate": learning_rate} | (logs or {})
+        values = {"learning_rate": learning_rate, **(logs or {})}
         record = metrics_record(self.previous.step, epoch, values)
         if record["metrics"] and record["step"]:  # without a step the run has not begun
             self.add(record)

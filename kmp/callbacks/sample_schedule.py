@@ -114,10 +114,14 @@ class SampleSchedule:
         is_next = self.last_step < self._requested_step <= step
         return is_next or step // self._interval > self.last_step // self._interval
 
+    def _has_updated(self, sample: GradientSample, before: _Before) -> bool:
+        """Whether the sampled call has updated the weights."""
+        updates = int(self._optimizer.iterations.numpy())
+        return sample.step > before.step and updates > before.updates
+
     def _with_update(self, sample: GradientSample) -> GradientSample:
         before = self._before
-        is_measured = before is not None and sample.step > before.step
-        if before and is_measured and int(self._optimizer.iterations.numpy()) > before.updates:
+        if before and before.weights and self._has_updated(sample, before):
             self._measured += 1
             self._until_update = 0 if self._measured < _FIRST_UPDATES else _UPDATES_EVERY - 1
             return with_updates(sample, before.weights, self._selected())

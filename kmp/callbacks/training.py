@@ -42,6 +42,8 @@ class Training:
         self._detector: StuckDetector | None = None
         self._report: ReportWriter | None = None
         self.first_epoch = 0
+        # The last epoch, until its metrics are recorded.
+        self._ended_epoch: tuple[int, Logs] | None = None
 
     def prepare(self) -> bool:
         """Adds to the training step what the parts need. Returns whether to trace it again.
@@ -106,16 +108,19 @@ class Training:
 
     def begin_epoch(self, epoch: int) -> None:
         """Prepares an epoch."""
+        self._finish_epoch()
         self.recorder.begin_epoch(epoch, self._batches_of_epoch())
         if self.recorder.batches_left == 1:
             self._batches_until_check = 1
 
     def begin_batch(self) -> None:
         """Prepares a batch."""
+        self._finish_epoch()
         self.recorder.begin_batch()
 
     def end_batch(self) -> None:
         """Checks the optimizer if that is due."""
+        self._finish_epoch()
         steps = self._model.steps_per_execution
         self.recorder.has_trained = True
         self.recorder.batches_left -= steps
@@ -189,20 +194,30 @@ class Training:
     def _report_stuck(self, detector: StuckDetector, streak: Streak) -> None:
         """Completes the files, because `fit` calls no callback after an error, and reports."""
         message = detector.message(streak, self.recorder.run)
+        self._finish_epoch()
         if self._report:
             self._report.write()
         self.recorder.write_verdict()
         stuck_detector.report(message, self._monitor.on_stuck)
 
     def end_epoch(self, epoch: int, logs: Logs) -> None:
-        """Reads the optimizer, and records the metrics."""
+        """Reads the optimizer."""
         self._check(is_last=True)
+        self._ended_epoch = epoch, logs
+
+    def _finish_epoch(self) -> None:
+        """Records the metrics of an epoch, also those that later callbacks have added to them."""
+        if self._ended_epoch is None:
+            return
+        epoch, logs = self._ended_epoch
+        self._ended_epoch = None
         self.recorder.end_epoch(epoch, logs)
         if self._report:
             self._report.end_epoch()
 
     def end(self) -> None:
         """Replays the last batch, and completes the files."""
+        self._finish_epoch()
         if self.recorder.has_trained:
             self._replay(is_last=True)
             self.recorder.warn_if_nothing_was_recorded()

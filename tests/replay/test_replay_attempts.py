@@ -9,6 +9,7 @@ from keras import layers, ops
 from models import Cube
 
 import kmp
+from kmp.diagnosis.soundness import is_harmful
 
 pytestmark = pytest.mark.usefixtures("enabled")
 NODES = 150
@@ -16,7 +17,7 @@ NODES = 150
 
 def defaults(**options):
     """Returns the default callbacks without the one that repairs a training."""
-    options = {"float32_fallback": False, "on_stuck": "ignore"} | options
+    options = {"repair": False, "on_stuck": "ignore"} | options
     return kmp.callbacks.defaults(**options)
 
 
@@ -68,14 +69,14 @@ def test_batch_whose_rows_do_not_stand_alone_is_replayed_as_a_whole(mode):
     replays = [replay for _, replay in callbacks[0].run.replays]
     assert len(errors_of(callbacks)) == 1
     assert len(replays) >= 2
-    assert {(each.examples, each.is_compared, each.is_harmful) for each in replays} == {
+    assert {(each.examples, (each.comparison is not None), is_harmful(each)) for each in replays} == {
         (NODES, True, False)
     }
 
 
 def test_layer_that_overflows_in_a_full_batch_graph_network_is_repaired():
     model = graph_model(Cube(name="cube"), jit_compile=False)
-    callbacks = defaults()
+    callbacks = defaults(repair=True)
     with pytest.warns(UserWarning, match="cube.* to float32, and the training continues"):
         fit_graph(model, callbacks, scale=60.0, epochs=30)
     assert model.get_layer("cube").compute_dtype == "float32"
