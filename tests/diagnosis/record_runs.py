@@ -1,9 +1,11 @@
 """Records the runs in `recorded` again, from the programs in `tests/advice/faults`.
 
-Run with `PYTHONPATH=tests/advice/faults python tests/diagnosis/record_runs.py`, from the root.
+Run with `PYTHONPATH=tests/advice/faults python tests/diagnosis/record_runs.py`, from the root, and
+with the names of the programs if not all are wanted.
 """
 
 import lzma
+import sys
 import tempfile
 import warnings
 from pathlib import Path
@@ -19,20 +21,25 @@ from kmp.records import log_file
 _WITHOUT_REPAIR = SetArguments("kmp.callbacks.defaults", {"repair": "False"})
 
 
-def main() -> None:
-    """Runs all programs and stores their logs."""
+def main(programs: list[str]) -> None:
+    """Runs programs and stores their logs."""
     warnings.simplefilter("ignore")  # of the faults
-    for program in HEALTHY:
-        _store(program + WITHOUT_FAULT, _log_of(program, source_of(program)))
-    for program in CASES:
-        source = source_of(program)
-        repairing = _log_of(program, source)
-        unrepaired = _log_of(program, edited(source, [_WITHOUT_REPAIR]))
-        _store(program + REPAIR, repairing)
-        if _records(unrepaired) == _records(repairing):
-            _file(program + NO_REPAIR).unlink(missing_ok=True)
+    for program in programs or [*HEALTHY, *CASES]:
+        if program in HEALTHY:
+            _store(program + WITHOUT_FAULT, _log_of(program, source_of(program)))
         else:
-            _store(program + NO_REPAIR, unrepaired)
+            _record_fault(program)
+
+
+def _record_fault(program: str) -> None:
+    source = source_of(program)
+    repairing = _log_of(program, source)
+    unrepaired = _log_of(program, edited(source, [_WITHOUT_REPAIR]))
+    _store(program + REPAIR, repairing)
+    if _records(unrepaired) == _records(repairing):
+        _file(program + NO_REPAIR).unlink(missing_ok=True)
+    else:
+        _store(program + NO_REPAIR, unrepaired)
 
 
 def _log_of(program: str, source: str) -> bytes:
@@ -57,4 +64,4 @@ def _store(name: str, log: bytes) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])
