@@ -1,0 +1,141 @@
+"""Diagnoses the recorded runs of the programs in `tests/advice/faults`, which takes seconds."""
+
+import random
+
+import msgspec
+import pytest
+from cases import CASES, HEALTHY
+from recorded_runs import HEALTHY as WITHOUT_FAULT
+from recorded_runs import (
+    log_of,
+    prefixes_of,
+    recorded_runs,
+    repairing_run,
+    replay_lengths,
+    unrepaired_run,
+)
+
+from kmp.advice import advise
+from kmp.diagnosis import ERROR, WARNING, causes, cure_of
+from kmp.records import load_run, to_line
+
+# These lose time or a little accuracy; the others break the training.
+WARNED = ("fault_scale_growth_of_wrap", "fault_targets_binary")
+# Layers that `cure_of` returns while no repair was made: the training is a custom loop.
+NOT_APPLIED = {"fault_precision_distances": ("distances",)}
+
+
+def layers_of_cure(run):
+    cure = cure_of(run)
+    return cure.layers if cure else ()
+
+
+def repair_of(run):
+    """Returns the number of records before a repair, and its layers; `None` without one."""
+    for length, row in enumerate(run.rows):
+        if "fallback" in row:
+            return length, tuple(row["fallback"])
+    return None
+
+
+def all_cures():
+    """Returns the layers that `cure_of` finds on each prefix of each run."""
+    return {
+        name: [layers_of_cure(prefix) for prefix in prefixes_of(run)]
+        for name, run in recorded_runs().items()
+    }
+
+
+@pytest.fixture(scope="module")
+def cures():
+    return all_cures()
+
+
+@pytest.mark.parametrize("program", CASES)
+def test_recorded_fault_has_its_cause_place_and_severity(program):
+    case, advice = CASES[program], advise(unrepaired_run(program))
+    finding = advice.problems[0]
+    assert finding.cause == case.cause, str(advice)
+    assert case.at in finding.title or case.at in finding.change, str(advice)
+    assert finding.severity == (WARNING if program in WARNED else ERROR)
+
+
+@pytest.mark.parametrize("program", HEALTHY)
+def test_recorded_healthy_run_has_no_problem(program):
+    advice = advise(recorded_runs()[f"{program}{WITHOUT_FAULT}"])
+    assert advice.problems == (), str(advice)
+    assert advice.verdict.startswith(HEALTHY[program]), advice.verdict
+
+
+def test_every_recorded_run_is_of_a_program():
+    programs = {name.partition(".")[0] for name in recorded_runs()}
+    assert programs == {*CASES, *HEALTHY}
+
+
+@pytest.mark.parametrize("program", CASES)
+def test_cure_is_found_at_the_replay_before_the_recorded_repair_and_nowhere_else(program, cures):
+    run, found = repairing_run(program), cures[f"{program}.repair"]
+    repair = repair_of(run)
+    if repair is None:
+        assert {*found} <= {(), NOT_APPLIED.get(program, ())}
+        return
+    length, layers = repair
+    replayed = max(each for each in replay_lengths(run) if each <= length)
+    assert found[length] == layers
+    # A proof may need the counts of skipped steps that are recorded after the replay.
+    assert {*found[replayed:length]} <= {(), layers}
+    assert {*found[:replayed], *found[length + 1 :]} == {()}
+
+
+@pytest.mark.parametrize("program", CASES)
+def test_run_without_repairs_has_the_cure_that_the_repair_made(program, cures):
+    run = repairing_run(program)
+    if unrepaired_run(program) is run:
+        pytest.skip("the run is the same without repairs")
+    repair = repair_of(run)
+    expected = {repair[1]} if repair else {NOT_APPLIED.get(program, ())} - {()}
+    assert {*cures[f"{program}.norepair"]} - {()} == expected
+
+
+@pytest.mark.parametrize("program", HEALTHY)
+def test_no_prefix_of_a_healthy_run_has_a_cure(program, cures):
+    assert {*cures[f"{program}{WITHOUT_FAULT}"]} == {()}
+
+
+def test_cure_depends_neither_on_the_order_of_causes_nor_on_their_texts(cures, monkeypatch):
+    shuffled = list(causes.PREDICATES)
+    random.Random(0).shuffle(shuffled)
+    monkeypatch.setattr(causes, "PREDICATES", tuple(shuffled))
+
+    def text_of(*_):
+        raise AssertionError("a repair needs no text")
+
+    monkeypatch.setattr("kmp.advice.sentences.text_of", text_of)
+    monkeypatch.setattr("kmp.advice.diagnose.text_of", text_of)
+    assert all_cures() == cures
+
+
+def test_flat_replays_load_as_typed_ones():
+    count = 0
+    for name, run in recorded_runs().items():
+        records = [msgspec.json.decode(line) for line in log_of(name).splitlines()[1:]]
+        raw = [record["replay"] for record in records if "replay" in record]
+        for flat, (_, replay) in zip(raw, run.replays, strict=True):
+            if "is_part_finite" not in flat:
+                continue  # recorded since
+            assert flat.get("output_error") == replay.output_error
+            assert len(flat.get("nonfinite") or ()) == len(replay.operations)
+            assert (flat.get("float32_layers") or []) == list(replay.float32_layers)
+            assert flat.get("flushed", {}) == replay.gradients.flushed
+            count += 1
+    assert count > 100
+
+
+@pytest.mark.parametrize("name", recorded_runs())
+def test_replays_are_the_same_after_they_are_written_and_loaded_again(name, tmp_path):
+    run = recorded_runs()[name]
+    lines = [to_line({"step": step, "replay": replay}) for step, replay in run.replays]
+    log = tmp_path / "kmp.jsonl"
+    log.write_text(to_line(run.header) + "".join(lines), encoding="utf-8")
+    assert "is_part_finite" not in log.read_text(encoding="utf-8")
+    assert load_run(log).replays == run.replays

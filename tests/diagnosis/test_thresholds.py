@@ -1,0 +1,47 @@
+"""Compares docs/thresholds.md with the recorded runs, and the thresholds' comments with it."""
+
+import inspect
+
+from threshold_table import NOT_SEEN, PAGE, all_thresholds, page
+
+from kmp.diagnosis import thresholds
+
+COMMENT = "Not seen: "
+
+
+def comments():
+    """Returns the comment beside and directly above each threshold."""
+    found, above = {}, ""
+    for line in inspect.getsource(thresholds).splitlines():
+        if line.startswith("#"):
+            above += line.removeprefix("#")
+            continue
+        name, is_assignment, rest = line.partition(" = ")
+        if is_assignment and name.isupper():
+            found[name] = above + rest.partition("#")[2]
+        above = ""
+    return found
+
+
+def seen_by_threshold():
+    """Returns the last column of the page."""
+    rows = [line for line in PAGE.read_text(encoding="utf-8").splitlines() if line[:3] == "| `"]
+    cells = [row.strip("| ").split(" | ") for row in rows]
+    return {each[0].strip("`"): each[-1] for each in cells}
+
+
+def test_page_is_that_of_the_recorded_runs():
+    expected = page()
+    command = "python tests/diagnosis/threshold_table.py"
+    assert PAGE.read_text(encoding="utf-8") == expected, f"write the page again with {command}"
+
+
+def test_comments_say_which_thresholds_no_recorded_run_measures_and_why_they_are_kept():
+    not_seen = {name for name, seen in seen_by_threshold().items() if seen == NOT_SEEN}
+    found = comments()
+    assert {name for name, comment in found.items() if COMMENT in comment} == not_seen
+    assert all("Kept" in found[name].partition(COMMENT)[2] for name in not_seen)
+
+
+def test_every_threshold_has_a_row_in_the_order_of_the_module():
+    assert [*seen_by_threshold()] == [*all_thresholds()] == [*comments()]
