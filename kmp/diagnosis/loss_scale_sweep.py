@@ -54,7 +54,8 @@ class WhatIf:
 
     Example:
     >>> counts = np.bincount([0] * 3 + [130] * 5 + [131] * 8 + [132] * 2, minlength=280)[None]
-    >>> sample = GradientSample(1, 1.0, ("dense/kernel",), counts, amax=np.array([2.0**-17]), norm=np.array([1e-5]))
+    >>> amax, norm = np.array([2.0**-17]), np.array([1e-5])
+    >>> sample = GradientSample(1, 1.0, ("dense/kernel",), counts, amax, norm)
     >>> curve = what_if([sample])
     >>> curve.recommended, round(float(curve.at(-6)["underflow"]), 2)
     ((-5, 31), 0.28)
@@ -150,7 +151,10 @@ def usable_scale(run: Run) -> float:
 def sweep(
     run: Run, samples: Sequence[SampleStatistics], references: Sequence[SampleStatistics]
 ) -> WhatIf | None:
-    """Returns what float16 would lose of a run's samples at every loss scale; `None` if none has finite gradients."""
+    """Returns what float16 would lose of a run's samples at every loss scale.
+
+    `None` if no sample has finite gradients.
+    """
     exact = usable(references)
     measured = usable(samples) or exact
     if not measured:

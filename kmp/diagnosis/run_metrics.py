@@ -75,15 +75,21 @@ class RunMetrics:
         self.consecutive_overflows = int(run.last("overflows_in_a_row") or 0)
 
     def layer_of(self, variable: str) -> str:
-        """Returns the path of the layer with this variable that a program creates: an RNN, not its cell."""
+        """Returns the path of the layer that a program creates and that has this variable.
+
+        That is an RNN, not its cell.
+        """
         return self.created_layer(layer_of(variable))
 
     def created_layer(self, layer: str) -> str:
-        """Returns the path of the layer that a program creates and that is or contains this: an RNN for its cell."""
+        """Returns the path of the layer that a program creates and that is or contains this.
+
+        For a cell of an RNN, that is the RNN.
+        """
         return next((each for each in path_and_parents(layer) if each in self.layers), layer)
 
     def describe(self, layer: str) -> str:
-        """Returns what a finding calls a layer: by its name, or by its path if several have this name."""
+        """Returns what a finding calls a layer: its name, or its path if several have this name."""
         if layer == LOSS_FUNCTION:
             return layer
         if layer == self.settings.get("model"):
@@ -98,10 +104,11 @@ class RunMetrics:
 
     @cached_property
     def forward_replay(self) -> Replay | None:
-        """The last replay without a finite loss in the precision of the model, or of the forward pass alone.
+        """The last replay whose loss was not finite, or of the forward pass alone.
 
-        If all losses of the training were finite, it has to be the last replay with NaN or Inf: a
-        fused kernel of the training may swallow a NaN that the replay shows.
+        Not finite in the precision of the model. If all losses of the training were finite, it has
+        to be the last replay with NaN or Inf: a fused kernel of the training may swallow a NaN that
+        the replay shows.
         """
         if self.nonfinite_losses:
             failed = self._last_replay(lambda replay: replay.loss is None and not replay.is_finite)
@@ -111,7 +118,10 @@ class RunMetrics:
 
     @cached_property
     def largest_gradient_error(self) -> float | None:
-        """The largest error of gradients in all comparisons, of layers that had not converged; `None` without one."""
+        """The largest error of gradients in all comparisons; `None` without one.
+
+        Of layers that had not converged.
+        """
         errors = [each for _, replay in self.comparisons for each in replay.gradient_errors]
         return max(
             (each.error for each in errors if not soundness.has_converged(each)), default=None
@@ -124,7 +134,10 @@ class RunMetrics:
 
     @property
     def agrees_late(self) -> bool:
-        """Whether a comparison was in the second half of the run, and the errors of compared gradients are small."""
+        """Whether compared gradients agree, also in the second half of the run.
+
+        That is, one comparison was in that half, and all errors are small.
+        """
         error = self.largest_gradient_error
         return (
             self.is_compared_late and error is not None and error < thresholds.SMALL_GRADIENT_ERROR
@@ -137,7 +150,10 @@ class RunMetrics:
 
     @property
     def needs_float32_layers(self) -> bool:
-        """Whether all comparisons with harmful errors of gradients had them at the largest usable loss scale too."""
+        """Whether the largest usable loss scale does not remove harmful errors of gradients.
+
+        All comparisons with such errors had them at that scale too.
+        """
         harmful = self.with_harmful_gradients
         return bool(harmful) and all(replay.float32_layers for replay in harmful)
 
@@ -168,7 +184,10 @@ class RunMetrics:
 
     @cached_property
     def underflows(self) -> dict[str, int]:
-        """Number of finite samples in which each variable underflowed, see `SampleStatistics.underflowed`."""
+        """Number of finite samples in which each variable underflowed.
+
+        See `SampleStatistics.underflowed`.
+        """
         return dict(Counter(name for sample in self.finite_samples for name in sample.underflowed))
 
     @cached_property
@@ -199,16 +218,19 @@ class RunMetrics:
 
     @cached_property
     def headroom(self) -> float:
-        """Bits between the largest sampled gradient and float16's maximum; inf if all gradients are zero."""
+        """Bits between the largest sampled gradient and float16's maximum.
+
+        Inf if all gradients are zero.
+        """
         largest = max((sample.largest for sample in self.finite_samples), default=math.nan)
         return math.inf if largest == 0 else math.log2(FLOAT16.max / largest / self.scale)
 
     @cached_property
     def update_ratio(self) -> tuple[int, float]:
-        """The largest norm of an update relative to that of the weights, with its step; `(0, 0.0)` without any.
+        """The step and the largest norm of an update relative to that of the weights.
 
-        Between two samples, the norm of the weights grew by so much in a step, on average: then in
-        one of these steps the update was at least as large.
+        `(0, 0.0)` without any. Between two samples, the norm of the weights grew by so much in a
+        step, on average: then in one of these steps the update was at least as large.
         """
         ratios = [
             (sample.step, sample.update_ratio)
@@ -228,10 +250,10 @@ class RunMetrics:
 
     @cached_property
     def flushed(self) -> dict[str, float]:
-        """The share of each variable's gradient that float16 flushed to zero in the last clean replay, by path.
+        """The share of each gradient that float16 flushed to zero in the last clean replay.
 
-        Without the variables whose gradient is zero in float32 too. Zero if the loss scale has
-        grown since, because then it flushes less.
+        By the path of the variable. Without the variables whose gradient is zero in float32 too.
+        Zero if the loss scale has grown since, because then it flushes less.
         """
         replay, samples = self.clean_replay, self.finite_samples
         if replay is None or not samples:
@@ -257,13 +279,16 @@ class RunMetrics:
 
     @cached_property
     def unexplained_zero_variables(self) -> list[str]:
-        """The `all_zero_variables` that the last clean replay did not show to be zero in float32 too."""
+        """The `all_zero_variables` that may be nonzero in float32.
+
+        The last clean replay did not show them to be zero there too.
+        """
         explained = set(self.clean_replay.gradients.zero) if self.clean_replay else set()
         return [name for name in self.all_zero_variables if name not in explained]
 
     @cached_property
     def losses(self) -> tuple[float, float, float]:
-        """The first finite loss, the highest magnitude of one since, and the last; NaN if there is none.
+        """The first finite loss, the highest magnitude since, and the last; NaN if none.
 
         The last is the median of a few, because the loss of one batch may be noisy.
         """
@@ -278,7 +303,7 @@ class RunMetrics:
 
     @property
     def ends_nonfinite(self) -> bool:
-        """Whether the run ends in a streak of non-finite losses, after steps that were not part of it."""
+        """Whether the run ends in a streak of non-finite losses, after other steps."""
         nonfinite = int(self.run.last("nonfinite_losses_in_a_row") or 0)
         streak = self.consecutive_overflows
         return thresholds.STUCK_AFTER <= streak <= nonfinite and streak < self.steps
@@ -290,7 +315,10 @@ class RunMetrics:
 
     @cached_property
     def startup_overflows(self) -> tuple[int, int, float]:
-        """Gradient overflows until the first record after an applied step; that record's step and loss scale."""
+        """Gradient overflows until the first record after an applied step.
+
+        With that record's step and loss scale.
+        """
         rows = sorted(self.run.rows, key=itemgetter("step"))
         if rows and rows[0]["step"] <= 1:
             for step, records in itertools.groupby(rows, key=itemgetter("step")):
@@ -310,7 +338,10 @@ class RunMetrics:
 
     @property
     def main_overflow_origin(self) -> tuple[str, float]:
-        """The most frequent overflow origin and its share, for steps with a finite loss; `("", 0.0)` if none."""
+        """The most frequent overflow origin and its share; `("", 0.0)` if none.
+
+        Of the steps with a finite loss.
+        """
         recorded = self.run.last("overflow_origins_by_variable") or {}
         counts = {path: count for path, count in recorded.items() if count}
         path = max(counts, key=counts.__getitem__, default="")
@@ -318,9 +349,9 @@ class RunMetrics:
 
 
 def since_last_fallback(run: Run) -> tuple[dict[str, Any] | None, Run]:
-    """Returns the record in which layers were last set to float32, and the run after it, whose counts begin there.
+    """Returns the record in which layers were last set to float32, and the run after it.
 
-    `None` and the run itself if there is none.
+    The counts of that run begin there. `None` and the run itself if there is none.
     """
     index = next(
         (index for index in reversed(range(len(run.rows))) if run.rows[index].get("fallback")), None
