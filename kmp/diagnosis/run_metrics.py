@@ -94,10 +94,11 @@ class RunMetrics:
             return layer
         if layer == self.settings.get("model"):
             return f"model {layer!r} outside its layers"
-        is_ambiguous = [*map(name_of, self.layers)].count(name_of(layer)) > 1 or self.created_layer(
-            layer
-        ) != layer
-        return f"layer {layer if is_ambiguous else name_of(layer)!r}"
+        name = name_of(layer)
+        namesakes = [path for path in self.layers if name_of(path) == name]
+        is_inside_another = self.created_layer(layer) != layer
+        shown = layer if len(namesakes) > 1 or is_inside_another else name
+        return f"layer {shown!r}"
 
     def _last_replay(self, is_wanted: Callable[[Replay], bool]) -> Replay | None:
         return next(filter(is_wanted, reversed(self.replays)), None)
@@ -114,7 +115,9 @@ class RunMetrics:
             failed = self._last_replay(lambda replay: replay.loss is None and not replay.is_finite)
             return failed or self._last_replay(lambda replay: replay.loss is None)
         failed = self._last_replay(lambda replay: not replay.is_finite)
-        return failed if failed and failed.loss is None and self.overflows else None
+        if failed is None or failed.loss is not None or not self.overflows:
+            return None
+        return failed
 
     @cached_property
     def largest_gradient_error(self) -> float | None:
@@ -122,10 +125,12 @@ class RunMetrics:
 
         Of layers that had not converged.
         """
-        errors = [each for _, replay in self.comparisons for each in replay.gradient_errors]
-        return max(
-            (each.error for each in errors if not soundness.has_converged(each)), default=None
-        )
+        errors = []
+        for _, replay in self.comparisons:
+            for each in replay.gradient_errors:
+                if not soundness.has_converged(each):
+                    errors.append(each.error)
+        return max(errors, default=None)
 
     @property
     def is_compared_late(self) -> bool:
@@ -139,9 +144,9 @@ class RunMetrics:
         That is, one comparison was in that half, and all errors are small.
         """
         error = self.largest_gradient_error
-        return (
-            self.is_compared_late and error is not None and error < thresholds.SMALL_GRADIENT_ERROR
-        )
+        if error is None or not self.is_compared_late:
+            return False
+        return error < thresholds.SMALL_GRADIENT_ERROR
 
     @cached_property
     def with_harmful_gradients(self) -> list[Replay]:
@@ -166,21 +171,18 @@ class RunMetrics:
     def subnormal_share(self) -> float:
         """Share of nonzero gradient elements below float16's normal range."""
         counts = unscaled_counts(self.usable_samples)
-        subnormal = (
-            counts_below(counts, FLOAT16.min_exponent - round(math.log2(self.scale)))
-            if counts.any()
-            else 0.0
-        )
-        return float(subnormal / max(1.0, counts.sum()))
+        if not counts.any():
+            return 0.0
+        limit = FLOAT16.min_exponent - round(math.log2(self.scale))
+        return float(counts_below(counts, limit) / max(1.0, counts.sum()))
 
     @cached_property
     def underflow_share(self) -> float:
         """Share of all gradient elements that are nonzero and would round to zero."""
         assert self.curve is not None
         scales = self.curve.log2_scales
-        return self.curve.at(float(np.clip(math.log2(self.scale), scales[0], scales[-1])))[
-            "underflow"
-        ]
+        in_use = np.clip(math.log2(self.scale), scales[0], scales[-1])
+        return self.curve.at(float(in_use))["underflow"]
 
     @cached_property
     def underflows(self) -> dict[str, int]:
@@ -197,24 +199,27 @@ class RunMetrics:
         That is the variable nearest the loss that underflowed: gradients flushed there stay zero
         further back.
         """
-        return dict(
-            Counter(sample.underflowed[-1] for sample in self.finite_samples if sample.underflowed)
-        )
+        underflowed = [sample.underflowed for sample in self.finite_samples]
+        return dict(Counter(names[-1] for names in underflowed if names))
 
     @cached_property
     def zero_share(self) -> float:
         """Share of sampled gradient elements that are exactly zero."""
-        zeros = sum(sample.histogram.zeros for sample in self.usable_samples)
-        return zeros / max(1, sum(sample.histogram.total for sample in self.usable_samples))
+        histograms = [sample.histogram for sample in self.usable_samples]
+        zeros = sum(histogram.zeros for histogram in histograms)
+        total = sum(histogram.total for histogram in histograms)
+        return zeros / max(1, total)
 
     @cached_property
     def all_zero_variables(self) -> list[str]:
         """The variables whose gradient was all zero in every usable sample."""
-        counts = Counter(
-            name for sample in self.usable_samples for name in sample.named(sample.is_all_zero)
-        )
-        newest = self.usable_samples[-1].names if self.usable_samples else ()
-        return [name for name in newest if counts[name] == len(self.usable_samples)]
+        samples = self.usable_samples
+        if not samples:
+            return []
+        counts: Counter[str] = Counter()
+        for sample in samples:
+            counts.update(sample.named(sample.is_all_zero))
+        return [name for name in samples[-1].names if counts[name] == len(samples)]
 
     @cached_property
     def headroom(self) -> float:
@@ -232,21 +237,17 @@ class RunMetrics:
         `(0, 0.0)` without any. Between two samples, the norm of the weights grew by so much in a
         step, on average: then in one of these steps the update was at least as large.
         """
-        ratios = [
-            (sample.step, sample.update_ratio)
-            for sample in self.samples
-            if not math.isnan(sample.update_ratio)
-        ]
+        ratios = []
+        for sample in self.samples:
+            if not math.isnan(sample.update_ratio):
+                ratios.append((sample.step, sample.update_ratio))
         weighed = [sample for sample in self.samples if sample.weight_norm > 0]
-        growth = [
-            (
-                after.step,
-                (after.weight_norm / before.weight_norm - 1.0) / (after.step - before.step),
-            )
-            for before, after in itertools.pairwise(weighed)
-            if after.step > before.step
-        ]
-        return max([*ratios, *growth, (0, 0.0)], key=itemgetter(1))
+        for before, after in itertools.pairwise(weighed):
+            steps = after.step - before.step
+            if steps > 0:
+                growth = after.weight_norm / before.weight_norm - 1.0
+                ratios.append((after.step, growth / steps))
+        return max([*ratios, (0, 0.0)], key=itemgetter(1))
 
     @cached_property
     def flushed(self) -> dict[str, float]:
@@ -259,23 +260,18 @@ class RunMetrics:
         if replay is None or not samples:
             return {}
         shares = {} if replay.loss_scale < self.scale else replay.gradients.flushed
-        return {
-            name: shares.get(name, 0.0)
-            for name in samples[-1].names
-            if name not in replay.gradients.zero
-        }
+        names = [name for name in samples[-1].names if name not in replay.gradients.zero]
+        return {name: shares.get(name, 0.0) for name in names}
 
     @cached_property
     def flushed_layers(self) -> list[str]:
         """The layers of which each variable's gradient was `flushed` to zero for the most part."""
-        alive = {
-            self.layer_of(name)
-            for name, share in self.flushed.items()
-            if share <= thresholds.MOSTLY_FLUSHED
-        }
-        return [
-            layer for layer in dict.fromkeys(map(self.layer_of, self.flushed)) if layer not in alive
-        ]
+        flushed_everywhere: dict[str, bool] = {}
+        for name, share in self.flushed.items():
+            layer = self.layer_of(name)
+            is_flushed = share > thresholds.MOSTLY_FLUSHED
+            flushed_everywhere[layer] = is_flushed and flushed_everywhere.get(layer, True)
+        return [layer for layer, is_flushed in flushed_everywhere.items() if is_flushed]
 
     @cached_property
     def unexplained_zero_variables(self) -> list[str]:
@@ -292,14 +288,17 @@ class RunMetrics:
 
         The last is the median of a few, because the loss of one batch may be noisy.
         """
-        finite = [float(value) for value in self.run.series("last_loss")[1] if math.isfinite(value)]
-        recorded = self.run.series("highest_loss")[1]
-        increased = (
-            [float(value) for value in recorded[recorded > recorded[0]]] if recorded.size else []
-        )
-        highest = max((*increased, *map(abs, finite)), default=math.nan)
-        last = float(np.median(finite[-thresholds.LAST_LOSSES :])) if finite else math.nan
-        return next(iter(finite), math.nan), highest, last
+        _, losses = self.run.series("last_loss")
+        _, highest_losses = self.run.series("highest_loss")
+        finite = losses[np.isfinite(losses)]
+        # That of the first record may be of a step before this run.
+        increased = highest_losses[highest_losses > highest_losses[:1]]
+        magnitudes = np.concatenate([increased, np.abs(finite)])
+        highest = float(magnitudes.max()) if magnitudes.size else math.nan
+        if not finite.size:
+            return math.nan, highest, math.nan
+        last = np.median(finite[-thresholds.LAST_LOSSES :])
+        return float(finite[0]), highest, float(last)
 
     @property
     def ends_nonfinite(self) -> bool:
@@ -319,22 +318,19 @@ class RunMetrics:
 
         With that record's step and loss scale.
         """
+        unknown = 0, 0, self.scale
         rows = sorted(self.run.rows, key=itemgetter("step"))
-        if rows and rows[0]["step"] <= 1:
-            for step, records in itertools.groupby(rows, key=itemgetter("step")):
-                merged = {
-                    key: value
-                    for record in records
-                    for key, value in record.items()
-                    if value is not None
-                }
-                if (
-                    merged.get("overflows_in_a_row") == 0
-                    and {"loss_scale", "overflow_count"} <= merged.keys()
-                ):
-                    overflows = merged["overflow_count"] - merged.get("nonfinite_loss_count", 0)
-                    return int(overflows), step, float(merged["loss_scale"])
-        return 0, 0, self.scale
+        if not rows or rows[0]["step"] > 1:
+            return unknown
+        for step, records in itertools.groupby(rows, key=itemgetter("step")):
+            merged: dict[str, Any] = {}
+            for record in records:
+                merged.update((key, value) for key, value in record.items() if value is not None)
+            has_both = {"loss_scale", "overflow_count"} <= merged.keys()
+            if has_both and merged.get("overflows_in_a_row") == 0:
+                overflows = merged["overflow_count"] - merged.get("nonfinite_loss_count", 0)
+                return int(overflows), step, float(merged["loss_scale"])
+        return unknown
 
     @property
     def main_overflow_origin(self) -> tuple[str, float]:
@@ -343,9 +339,11 @@ class RunMetrics:
         Of the steps with a finite loss.
         """
         recorded = self.run.last("overflow_origins_by_variable") or {}
-        counts = {path: count for path, count in recorded.items() if count}
-        path = max(counts, key=counts.__getitem__, default="")
-        return path, counts[path] / sum(counts.values()) if counts else 0.0
+        total = sum(recorded.values())
+        if not total:
+            return "", 0.0
+        path = max(recorded, key=recorded.__getitem__)
+        return path, recorded[path] / total
 
 
 def since_last_fallback(run: Run) -> tuple[dict[str, Any] | None, Run]:
@@ -353,23 +351,25 @@ def since_last_fallback(run: Run) -> tuple[dict[str, Any] | None, Run]:
 
     The counts of that run begin there. `None` and the run itself if there is none.
     """
-    index = next(
-        (index for index in reversed(range(len(run.rows))) if run.rows[index].get("fallback")), None
-    )
-    if index is None:
+    fallbacks = [index for index, row in enumerate(run.rows) if row.get("fallback")]
+    if not fallbacks:
         return None, run
-    before = Run(run.rows[: index + 1])
+    begin = fallbacks[-1] + 1
+    before = Run(run.rows[:begin])
+    rows = [_counted_after(before, row) for row in run.rows[begin:]]
+    return before.rows[-1], Run(rows, run.header)
+
+
+def _counted_after(before: Run, row: dict[str, Any]) -> dict[str, Any]:
+    """Returns a record without what a run before it has counted."""
+    row = dict(row)
+    for key in row.keys() & {"overflow_count", "nonfinite_loss_count"}:
+        row[key] -= int(before.last(key) or 0)
     origins = "overflow_origins_by_variable"
-    earlier = before.last(origins) or {}
-    rows = [dict(row) for row in run.rows[index + 1 :]]
-    for row in rows:
-        for key in row.keys() & {"overflow_count", "nonfinite_loss_count"}:
-            row[key] -= int(before.last(key) or 0)
-        if origins in row:
-            row[origins] = {
-                path: count - earlier.get(path, 0) for path, count in row[origins].items()
-            }
-    return run.rows[index], Run(rows, run.header)
+    if origins in row:
+        earlier = before.last(origins) or {}
+        row[origins] = {path: count - earlier.get(path, 0) for path, count in row[origins].items()}
+    return row
 
 
 def name_of(path: str) -> str:
