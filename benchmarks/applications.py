@@ -23,9 +23,8 @@ RESULTS = Path(__file__).with_name("applications.json")
 # The smallest image size that these models accept with a classifier on top; it is 32 for the
 # others.
 SIDES = {"InceptionV3": 75, "InceptionResNetV2": 75, "Xception": 71}
-SIDE_OF_EFFICIENTNETS = (
-    64  # at 32 their last layers have one pixel, and its statistics amplify rounding errors
-)
+# At 32, their last layers have one pixel, and its statistics amplify rounding errors.
+SIDE_OF_EFFICIENTNETS = 64
 
 
 def model_names():

@@ -50,7 +50,10 @@ __all__ = [
 
 
 def __getattr__(name: str) -> object:
-    """Imports `kmp.plots` and `kmp.report` on first access, because they import matplotlib and jinja2."""
+    """Imports `kmp.plots` and `kmp.report` on first access.
+
+    They import matplotlib and jinja2.
+    """
     if name in ("plots", "report"):
         return importlib.import_module(f"kmp.{name}")
     raise AttributeError(f"module 'kmp' has no attribute {name!r}")

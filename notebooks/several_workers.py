@@ -89,11 +89,8 @@ def train(folder: Path, epochs: int) -> None:
         data = tf.data.Dataset.from_tensor_slices((x[part], y[part]))
         return data.batch(BATCH, drop_remainder=True).with_options(shard_by_element)
 
-    callbacks = [
-        *kmp.callbacks.defaults(
-            folder / "log", every_n_steps=20
-        ),  # on every worker; the chief writes
-    ]
+    # On every worker; the chief writes.
+    callbacks = kmp.callbacks.defaults(folder / "log", every_n_steps=20)
     training, validation = batches(slice(0, 1536)), batches(slice(1536, None))
     model.fit(
         training,

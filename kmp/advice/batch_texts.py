@@ -16,7 +16,8 @@ def _(cause: NonfiniteData, run: RunMetrics) -> Text:
     values, note = "NaN or Inf", ""
     if cause.is_too_large:
         values = "values beyond float16's maximum of 65504"
-        note = f"or normalize {cause.array}, with its mean and standard deviation, in training and later"
+        how = "with its mean and standard deviation, in training and later"
+        note = f"or normalize {cause.array}, {how}"
     return Text(
         f"{capitalized(cause.location)} contains {values}.",
         f"{failed_steps(run)}; in the last such step {cause.location} had {values}",

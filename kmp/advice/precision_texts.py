@@ -86,32 +86,22 @@ def _(cause: WrongOutputs, run: RunMetrics) -> Text:
     )
 
 
-def _reason(replay: Replay, origin: LayerError) -> tuple[str, str]:
-    """Returns why the outputs of a layer differ, and what of the measurement shows it."""
-    lost = _reason_in_weights(replay, origin.layer)
-    if lost:
-        return lost
-    operations = soundness.forward_operations(replay)
-    found = next((each for each in operations if _is_inside(each.layer, origin)), None)
-    if found is not None:
-        operands = f"numbers up to {found.largest_input:.5g}"
-        shown = f"; {found.operation} in it returns {found.value} for {operands}"
-        return "it overflows inside", shown
-    of_inputs = origin.input_error or 0.0
-    if of_inputs > thresholds.MAIN_PART * (origin.new_error or 0.0):
-        shown = f"; in float32 on rounded inputs by {percent(of_inputs)}"
-        return "float16 rounds its inputs too much", shown
-    underflows = replay.overflow.underflows if replay.overflow else {}
-    inside = [share for layer, share in underflows.items() if _is_inside(layer, origin)]
-    underflow = max(inside, default=0.0)
-    if underflow > thresholds.MAIN_PART:
-        results = "what an operation in it, or a cast, returns"
-        return "it underflows", f"; float16 rounds {underflow:.0%} of {results} to 0"
-    return "float16 has too few bits for what it computes", "; nothing in it is NaN or Inf"
+# Why the outputs of a layer differ, and what of the measurement shows it.
+_Reason = tuple[str, str]
 
 
-def _reason_in_weights(replay: Replay, layer: str) -> tuple[str, str] | None:
-    weights = soundness.lost_weights_of(replay, layer)
+def _reason(replay: Replay, origin: LayerError) -> _Reason:
+    return (
+        _lossy_weight(replay, origin)
+        or _overflow_inside(replay, origin)
+        or _rounded_inputs(origin)
+        or _underflow_inside(replay, origin)
+        or ("float16 has too few bits for what it computes", "; nothing in it is NaN or Inf")
+    )
+
+
+def _lossy_weight(replay: Replay, origin: LayerError) -> _Reason | None:
+    weights = soundness.lost_weights_of(replay, origin.layer)
     if not weights:
         return None
     worst = max(weights, key=lambda each: max(each.zero, each.infinite))
@@ -120,6 +110,33 @@ def _reason_in_weights(replay: Replay, layer: str) -> tuple[str, str] | None:
         return None
     reason = f"its weight {name_of(worst.path)!r} is {value} in float16"
     return reason, f"; that is {share:.0%} of {worst.path}"
+
+
+def _overflow_inside(replay: Replay, origin: LayerError) -> _Reason | None:
+    for found in soundness.forward_operations(replay):
+        if _is_inside(found.layer, origin):
+            operands = f"numbers up to {found.largest_input:.5g}"
+            shown = f"; {found.operation} in it returns {found.value} for {operands}"
+            return "it overflows inside", shown
+    return None
+
+
+def _rounded_inputs(origin: LayerError) -> _Reason | None:
+    of_inputs = origin.input_error or 0.0
+    if of_inputs <= thresholds.MAIN_PART * (origin.new_error or 0.0):
+        return None
+    shown = f"; in float32 on rounded inputs by {percent(of_inputs)}"
+    return "float16 rounds its inputs too much", shown
+
+
+def _underflow_inside(replay: Replay, origin: LayerError) -> _Reason | None:
+    underflows = replay.overflow.underflows if replay.overflow else {}
+    inside = [share for layer, share in underflows.items() if _is_inside(layer, origin)]
+    underflow = max(inside, default=0.0)
+    if underflow <= thresholds.MAIN_PART:
+        return None
+    results = "what an operation in it, or a cast, returns"
+    return "it underflows", f"; float16 rounds {underflow:.0%} of {results} to 0"
 
 
 def _is_inside(layer: str, origin: LayerError) -> bool:

@@ -22,7 +22,8 @@ def _(cause: FlushedBranch, run: RunMetrics) -> Text:
     shown = ", ".join(repr(name_of(layer)) for layer in cause.layers[:5])
     alternative = "or" if cause.has_headroom else _NO_HEADROOM
     return Text(
-        f"The gradients of {shown} are mostly zero in float16, while those of other layers are not.",
+        f"The gradients of {shown} are mostly zero in float16, while those of other layers are"
+        " not.",
         f"replayed at the loss scale {as_power(cause.loss_scale)}, {cause.flushed} variables have"
         " gradients of which float16 flushes more than half to zero and float32 none;"
         f" {cause.alive} variables lose less than 5 %",

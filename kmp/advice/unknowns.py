@@ -43,22 +43,29 @@ def lost_norm(run: RunMetrics) -> float:
 
 def _not_compared(run: RunMetrics) -> Iterator[str]:
     """Yields what of outputs and gradients was not compared with float32."""
-    comparisons = [replay for _, replay in run.comparisons]
     harmful = [step for step, replay in run.comparisons if _has_harmful_errors(replay)]
     if harmful:
         errors = f"the errors of outputs or gradients at step {harmful[-1]}"
         yield doubt(f"what {errors} did to the training", _FLOAT32_TRAINING)
-    elif len(comparisons) < thresholds.FEW_COMPARISONS or not run.is_compared_late:
+    elif len(run.comparisons) < thresholds.FEW_COMPARISONS or not run.is_compared_late:
         why, remedy = _why_not(run)
         what = "how far outputs and gradients are from those in float32"
         yield doubt(f"{what}, because {_compared_batches(run)} compared{why}", remedy)
-    elif any(replay.is_forward_only for replay in comparisons):
+    else:
+        yield from _missing_in([replay for _, replay in run.comparisons])
+
+
+def _missing_in(comparisons: list[Replay]) -> Iterator[str]:
+    """Yields what some of the comparisons lack."""
+    if any(replay.is_forward_only for replay in comparisons):
         yield doubt(
             "how far gradients are from those in float32, because only the forward pass could be"
             " replayed",
             _FLOAT32_TRAINING,
         )
-    elif any(replay.comparison and replay.comparison.states is None for replay in comparisons):
+        return
+    measured = [replay.comparison for replay in comparisons if replay.comparison]
+    if any(comparison.states is None for comparison in measured):
         yield doubt(
             "what the updates of states lose that are not trainable, such as moving averages,"
             " because the replayed batch could not be halved or the replay took too long",

@@ -25,7 +25,9 @@ _WRITE_ERRORS = (OSError, tf.errors.OpError)
 
 
 class LogWriter:
-    """Writes the records of one callback into `log_dir`: to `kmp.jsonl`, and to event files for TensorBoard.
+    """Writes the records of one callback into `log_dir`.
+
+    The records go to `kmp.jsonl`, and to event files for TensorBoard.
 
     Args:
         owner: The callback.
@@ -47,7 +49,7 @@ class LogWriter:
 
     @classmethod
     def check(cls, folder: Path) -> FileLock | None:
-        """Creates the folder, checks that it is writable, and locks it for this process, before a training.
+        """Prepares the folder before a training: creates it, checks that it is writable, locks it.
 
         Closes the files that an interrupted training left open. All users of a folder in one
         process share one lock, which filelock releases when the last one has dropped it, or when
@@ -95,9 +97,8 @@ class LogWriter:
         self._encoder = LogEncoder()
         self.fallbacks: list[Record] = []
         self.size_at_start = 0
-        self._lines: Any = (
-            None  # the open log and the writer of the event files, unless opening them fails
-        )
+        # The open log and the writer of the event files, unless opening them fails.
+        self._lines: Any = None
         self._events: Any = None
         with self._stopping_on_write_error():
             kept, is_rewritten = _continue_log(folder, first_step)
@@ -197,7 +198,9 @@ class LogWriter:
 
 
 def _continue_log(folder: Path, first_step: int) -> tuple[Run, bool]:
-    """Makes an existing log end at `first_step`, by an atomic write, and archives it if that drops or changes a line.
+    """Makes an existing log end at `first_step`, by an atomic write.
+
+    Archives it first if that drops or changes a line.
 
     Returns:
         The log as a run, and whether it was archived, so that TensorBoard's files need its records

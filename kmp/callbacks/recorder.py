@@ -200,7 +200,7 @@ class Recorder:
             self.add(record)
 
     def warn_if_nothing_was_recorded(self) -> None:
-        """Warns at the end of a training in which the optimizer took no step, or none was sampled."""
+        """Warns at the end of a training in which no step was taken, or none was sampled."""
         name = type(self._owner).__name__
         if self.previous.step == self.first_step:
             user_messages.warn(

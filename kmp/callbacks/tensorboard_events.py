@@ -80,10 +80,10 @@ def write_histograms(step: int, by_tag: Mapping[str, ExponentHistogram]) -> int:
 def histograms_by_tag(
     sample: GradientSample, layers: Mapping[str, str]
 ) -> dict[str, ExponentHistogram]:
-    """Returns the histogram of all gradients of a sample and, if it has the weight update, those of the layers, by tag.
+    """Returns the histograms of a sample by tag: of all gradients, and of layers.
 
-    Without those that have no finite element. Histograms by layer of all samples would take most of
-    the disk.
+    Those of layers only if the sample has the weight update. Without those that have no finite
+    element. Histograms by layer of all samples would take most of the disk.
     """
     by_tag = {"kmp/gradient_exponents": sample.histogram}
     if np.isfinite(sample.update_norm).any():

@@ -17,9 +17,8 @@ from kmp.callbacks.training_records import Logs, Record
 from kmp.optimizer import LossScaleOptimizer
 
 _CHECKED_EVERY = 32  # batches; each check copies 64 bytes from the device
-_STREAK = (
-    4  # skipped steps in a row, or since the last check, after which a repair looks for a cause
-)
+# Skipped steps in a row, or since the last check, after which a repair looks for a cause.
+_STREAK = 4
 
 
 class Training:

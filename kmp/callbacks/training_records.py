@@ -130,7 +130,10 @@ def _settings_of_layers(model: keras.Model) -> Record:
 
 
 def record_of(snapshot: Snapshot, previous: Snapshot, recorded: Collection[str]) -> Record:
-    """Returns the record, with `LOSS_SCALE`, `OVERFLOWS` or both, of the steps, at least one, between two snapshots."""
+    """Returns the record of the steps between two snapshots, at least one.
+
+    It has what is `recorded`: `LOSS_SCALE`, `OVERFLOWS` or both.
+    """
     record: Record = {"step": snapshot.step}
     if LOSS_SCALE in recorded:
         record |= {"loss_scale": snapshot.loss_scale, "clean_steps": snapshot.clean_steps}
@@ -157,7 +160,10 @@ def record_of(snapshot: Snapshot, previous: Snapshot, recorded: Collection[str])
 
 
 def metrics_record(step: int, epoch: int, values: Mapping[str, Any]) -> Record:
-    """Returns the record of an epoch: those of Keras' `logs` that are numbers, as far as a log can hold them."""
+    """Returns the record of an epoch: those of Keras' `logs` that are numbers.
+
+    Without those that a log cannot hold.
+    """
     numbers = {key: to_number(value) for key, value in values.items() if key not in RECORD_KEYS}
     known = ((key, value) for key, value in numbers.items() if value is not None)
     metrics = {
@@ -168,10 +174,10 @@ def metrics_record(step: int, epoch: int, values: Mapping[str, Any]) -> Record:
 
 
 def record_size(record: Mapping[str, Any]) -> int:
-    """Returns the bytes in a log of what the interval of reads limits: samples, without names, and counts by variable.
+    """Returns the bytes in a log of what the interval of reads limits.
 
-    A record at the end of each epoch is not limited by it. Were it counted, the interval would grow
-    without end.
+    These are samples, without names, and counts by variable. A record at the end of each epoch is
+    not limited by it. Were it counted, the interval would grow without end.
     """
     parts = [compact(record[key]) | {"names": ()} for key in SAMPLE_KEYS if key in record]
     parts += [

@@ -170,7 +170,10 @@ def _marker(invalid: InvalidTargets) -> int | None:
 
 
 def loss_that_ignores(invalid: InvalidTargets) -> str:
-    """Returns the source of a loss that ignores the only invalid value, without the last bracket."""
+    """Returns the source of a loss that ignores the only invalid value.
+
+    Without the last bracket.
+    """
     from_logits = "from_logits=True, " if invalid.from_logits else ""
     function = "keras.losses.SparseCategoricalCrossentropy"
     return f"{function}({from_logits}ignore_class={invalid.only_invalid}"

@@ -83,13 +83,13 @@ Forward = (
 def nonfinite_forward(run: RunMetrics) -> Forward | None:
     """Returns the cause if float16 makes a forward pass or a loss NaN or Inf."""
     replay = run.forward_replay
-    if not _has_failed(run, replay) or NonfiniteData.of(run) or invalid_targets(run):
+    if not _has_failed(run, replay) or _is_explained_by_batch(run):
         return None
-    if replay is None:
-        # The compiled step may fold constants that are finite one by one. What the eager one showed
-        # is a cause in the outputs.
-        return None if precision_causes.WrongOutputs.of(run) else _not_replayed(run)
-    if replay.is_forward_only and replay.is_finite:
+    # The compiled step may fold constants that are finite one by one. What the eager one showed is
+    # a cause in the outputs.
+    if replay is None and precision_causes.WrongOutputs.of(run):
+        return None
+    if replay is None or _is_finite_forward(replay):
         return _not_replayed(run)
     if not replay.is_finite_in_float32:
         return _nonfinite_in_float32(run, replay)
@@ -97,6 +97,11 @@ def nonfinite_forward(run: RunMetrics) -> Forward | None:
     if found:
         return explained(run, found, replay)
     return _not_replayed(run) if run.nonfinite_losses else None
+
+
+def _is_finite_forward(replay: Replay) -> bool:
+    """Whether only a forward pass was replayed, and was finite: the loss was not."""
+    return replay.is_forward_only and replay.is_finite
 
 
 def _has_failed(run: RunMetrics, replay: Replay | None) -> bool:
@@ -107,6 +112,10 @@ def _has_failed(run: RunMetrics, replay: Replay | None) -> bool:
     if run.nonfinite_losses:
         return True
     return replay is not None and run.gradient_overflows > run.startup_overflows[0]
+
+
+def _is_explained_by_batch(run: RunMetrics) -> bool:
+    return NonfiniteData.of(run) is not None or invalid_targets(run) is not None
 
 
 def hidden_nonfinite(run: RunMetrics) -> HiddenNonfinite | None:
@@ -158,15 +167,24 @@ def _kind_by_constant(found: NonfiniteOperation, replay: Replay) -> _Kind | None
     """Returns the kind if float16 makes a constant, or a divisor, infinite or zero."""
     if is_cast_of_constant(found):
         return _Kind("constant", found.constant)
-    constants = replay.overflow.lost_constants.get(found.layer, []) if replay.overflow else []
+    lost = replay.overflow.lost_constants if replay.overflow else {}
+    constants = lost.get(found.layer, [])
+    return _kind_by_infinity(found, constants) or _kind_by_zero_divisor(found, constants)
+
+
+def _kind_by_infinity(found: NonfiniteOperation, constants: list[float]) -> _Kind | None:
     large = next((value for value in constants if abs(value) > 1.0), None)
     is_nan_of_large = found.value == "nan" and large is not None
     if found.has_infinite_constant or is_nan_of_large:
         return _Kind("constant", large)
-    if found.operation in DIVISIONS and found.smallest_input == 0.0:
-        small = next((value for value in constants if abs(value) < 1.0), None)
-        return _Kind("constant", small, is_division=True)
     return None
+
+
+def _kind_by_zero_divisor(found: NonfiniteOperation, constants: list[float]) -> _Kind | None:
+    if found.operation not in DIVISIONS or found.smallest_input != 0.0:
+        return None
+    small = next((value for value in constants if abs(value) < 1.0), None)
+    return _Kind("constant", small, is_division=True)
 
 
 def _name(found: NonfiniteOperation, replay: Replay) -> str:
@@ -207,7 +225,6 @@ def _not_replayed(run: RunMetrics) -> LossInFloat16 | NonfiniteLossFunction | Un
     if run.run.last("loss_dtype") == FLOAT16.name:
         change = edits.in_float32(run, run.settings.get("output_layers", []))
         return LossInFloat16(name="loss_overflow", location=LOSS_FUNCTION, edits=change)
-    replay = run.forward_replay
-    if replay and replay.is_forward_only and replay.is_finite:
+    if run.forward_replay and _is_finite_forward(run.forward_replay):
         return NonfiniteLossFunction(name="loss", location=LOSS_FUNCTION)
     return UnexplainedLoss(name="loss")

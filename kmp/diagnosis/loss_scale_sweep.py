@@ -54,7 +54,8 @@ class WhatIf:
 
     Example:
     >>> counts = np.bincount([0] * 3 + [130] * 5 + [131] * 8 + [132] * 2, minlength=280)[None]
-    >>> sample = GradientSample(1, 1.0, ("dense/kernel",), counts, amax=np.array([2.0**-17]), norm=np.array([1e-5]))
+    >>> amax, norm = np.array([2.0**-17]), np.array([1e-5])
+    >>> sample = GradientSample(1, 1.0, ("dense/kernel",), counts, amax, norm)
     >>> curve = what_if([sample])
     >>> curve.recommended, round(float(curve.at(-6)["underflow"]), 2)
     ((-5, 31), 0.28)
@@ -147,67 +148,120 @@ def usable_scale(run: Run) -> float:
     return min(scales)
 
 
+@dataclass(frozen=True, eq=False)
+class _Elements:
+    """The gradient elements that a curve is computed from.
+
+    Args:
+        counts: float64, the numbers of nonzero elements by exponent, without the loss scale.
+        zeros: The number of elements that are zero.
+        largest: float64, the largest magnitude of each sample, without the loss scale.
+    """
+
+    counts: np.ndarray
+    zeros: float
+    largest: np.ndarray
+
+    @property
+    def total(self) -> float:
+        """The number of all elements."""
+        return float(self.counts.sum() + self.zeros)
+
+
 def sweep(
     run: Run, samples: Sequence[SampleStatistics], references: Sequence[SampleStatistics]
 ) -> WhatIf | None:
-    """Returns what float16 would lose of a run's samples at every loss scale; `None` if none has finite gradients."""
+    """Returns what float16 would lose of a run's samples at every loss scale.
+
+    `None` if no sample has finite gradients.
+    """
     exact = usable(references)
     measured = usable(samples) or exact
     if not measured:
         return None
-    in_use = math.log2((samples or measured)[-1].loss_scale)
-    counts, zeros = (
-        unscaled_counts(measured),
-        float(sum(sample.histogram.zeros for sample in measured)),
-    )
-    largest = np.array([sample.largest for sample in measured])
+    newest = samples[-1] if samples else measured[-1]
+    in_use = math.log2(newest.loss_scale)
+    elements = _elements_of(measured)
     if exact:
-        # A float32 pass has more nonzero elements; its smallest ones are those that float16 flushed
-        # to zero.
-        scaled = unscaled_counts(exact) * (
-            (counts.sum() + zeros) / sum(sample.histogram.total for sample in exact)
-        )
-        missing = float(np.clip(scaled.sum() - counts.sum(), 0.0, zeros))
-        counts, zeros = (
-            counts + np.diff(np.minimum(np.cumsum(scaled), missing), prepend=0.0),
-            zeros - missing,
-        )
-        if not largest.any():  # float16 flushed all of the samples
-            largest = np.array([sample.largest for sample in exact])
-    recommended = _recommended(counts, float(largest.max()), usable_scale(run))
+        elements = _with_flushed(elements, exact)
+    largest = float(elements.largest.max())
+    recommended = _recommended(elements.counts, largest, usable_scale(run))
+    scales = _scales_around(in_use, largest, recommended)
 
-    # The scales of the curve: around the one in use, with those that are recommended or where
-    # overflow begins.
-    limits = [math.floor(math.log2(FLOAT16.max / largest.max())) - 1] if largest.any() else []
-    bounds = recommended or ()
-    low = min([math.floor(in_use) - _RANGE_BITS, *limits, *bounds])
-    high = max(
-        [math.ceil(in_use) + _RANGE_BITS, *limits, *(bound + _EXTRA_BITS for bound in bounds)]
-    )
-    scales = np.arange(max(low, FLOAT32.min_exponent), min(high, FLOAT32.max_exponent) + 1)
-
-    # Steps with NaN or Inf are skipped at their own loss scale and above; whether they are below is
-    # unknown.
-    nonfinite = [
-        math.log2(sample.loss_scale) for sample in samples if not sample.histogram.is_finite
-    ]
-    overflows = largest.size - np.searchsorted(
-        np.sort(largest), _ROUNDS_TO_INF * np.exp2(-scales.astype(np.float64))
-    )
-    known = np.searchsorted(np.sort(nonfinite), scales, side="right")
-
-    total = max(1, counts.sum() + zeros)
+    counts, total = elements.counts, max(1, elements.total)
     underflow = counts_below(counts, FLOAT16.flush_exponent - scales) / total
+    fitting = counts_below(counts, FLOAT16.max_exponent + 1 - scales)
     return WhatIf(
         log2_scales=scales,
         underflow=underflow,
-        underflow_bound=underflow if exact else underflow + zeros / total,
-        overflow=(counts.sum() - counts_below(counts, FLOAT16.max_exponent + 1 - scales)) / total,
-        skipped=(overflows + known) / (largest.size + known),
+        underflow_bound=underflow if exact else underflow + elements.zeros / total,
+        overflow=(counts.sum() - fitting) / total,
+        skipped=_skipped(samples, elements.largest, scales),
         in_use=in_use,
         is_measured=bool(exact),
         recommended=recommended,
     )
+
+
+def _elements_of(samples: Sequence[SampleStatistics]) -> _Elements:
+    return _Elements(
+        counts=unscaled_counts(samples),
+        zeros=float(sum(sample.histogram.zeros for sample in samples)),
+        largest=np.array([sample.largest for sample in samples]),
+    )
+
+
+def _with_flushed(sampled: _Elements, exact: Sequence[SampleStatistics]) -> _Elements:
+    """Returns the elements with those that float16 flushed to zero.
+
+    A float32 pass has more nonzero elements; its smallest ones are those that float16 flushed.
+    """
+    of_pass = unscaled_counts(exact)
+    share = sampled.total / sum(sample.histogram.total for sample in exact)
+    expected = of_pass * share
+    missing = float(np.clip(expected.sum() - sampled.counts.sum(), 0.0, sampled.zeros))
+    flushed = np.diff(np.minimum(np.cumsum(expected), missing), prepend=0.0)
+    largest = sampled.largest
+    if not largest.any():  # float16 flushed all of the samples
+        largest = np.array([sample.largest for sample in exact])
+    return _Elements(sampled.counts + flushed, sampled.zeros - missing, largest)
+
+
+def _scales_around(
+    in_use: float, largest: float, recommended: tuple[int, int] | None
+) -> np.ndarray:
+    """Returns the exponents of the scales of a curve, int64.
+
+    They are around the one in use, with those that are recommended or where overflow begins.
+    """
+    lowest = [math.floor(in_use) - _RANGE_BITS]
+    highest = [math.ceil(in_use) + _RANGE_BITS]
+    if largest:
+        limit = math.floor(math.log2(FLOAT16.max / largest)) - 1
+        lowest.append(limit)
+        highest.append(limit)
+    if recommended:
+        lowest.append(recommended[0])
+        highest.append(recommended[1] + _EXTRA_BITS)
+    first = max(min(lowest), FLOAT32.min_exponent)
+    last = min(max(highest), FLOAT32.max_exponent)
+    return np.arange(first, last + 1)
+
+
+def _skipped(
+    samples: Sequence[SampleStatistics], largest: np.ndarray, scales: np.ndarray
+) -> np.ndarray:
+    """Returns the share of the sampled steps that would be skipped at each scale.
+
+    Steps with NaN or Inf are skipped at their own loss scale and above; whether they are below is
+    unknown.
+    """
+    nonfinite = [each for each in samples if not each.histogram.is_finite]
+    skipped_from = np.sort([math.log2(each.loss_scale) for each in nonfinite])
+    known = np.searchsorted(skipped_from, scales, side="right")
+    limits = _ROUNDS_TO_INF * np.exp2(-scales.astype(np.float64))
+    overflows = largest.size - np.searchsorted(np.sort(largest), limits)
+    return (overflows + known) / (largest.size + known)
 
 
 def _recommended(counts: np.ndarray, largest: float, highest: float) -> tuple[int, int] | None:

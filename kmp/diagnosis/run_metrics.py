@@ -75,47 +75,62 @@ class RunMetrics:
         self.consecutive_overflows = int(run.last("overflows_in_a_row") or 0)
 
     def layer_of(self, variable: str) -> str:
-        """Returns the path of the layer with this variable that a program creates: an RNN, not its cell."""
+        """Returns the path of the layer that a program creates and that has this variable.
+
+        That is an RNN, not its cell.
+        """
         return self.created_layer(layer_of(variable))
 
     def created_layer(self, layer: str) -> str:
-        """Returns the path of the layer that a program creates and that is or contains this: an RNN for its cell."""
+        """Returns the path of the layer that a program creates and that is or contains this.
+
+        For a cell of an RNN, that is the RNN.
+        """
         return next((each for each in path_and_parents(layer) if each in self.layers), layer)
 
     def describe(self, layer: str) -> str:
-        """Returns what a finding calls a layer: by its name, or by its path if several have this name."""
+        """Returns what a finding calls a layer: its name, or its path if several have this name."""
         if layer == LOSS_FUNCTION:
             return layer
         if layer == self.settings.get("model"):
             return f"model {layer!r} outside its layers"
-        is_ambiguous = [*map(name_of, self.layers)].count(name_of(layer)) > 1 or self.created_layer(
-            layer
-        ) != layer
-        return f"layer {layer if is_ambiguous else name_of(layer)!r}"
+        name = name_of(layer)
+        namesakes = [path for path in self.layers if name_of(path) == name]
+        is_inside_another = self.created_layer(layer) != layer
+        shown = layer if len(namesakes) > 1 or is_inside_another else name
+        return f"layer {shown!r}"
 
     def _last_replay(self, is_wanted: Callable[[Replay], bool]) -> Replay | None:
         return next(filter(is_wanted, reversed(self.replays)), None)
 
     @cached_property
     def forward_replay(self) -> Replay | None:
-        """The last replay without a finite loss in the precision of the model, or of the forward pass alone.
+        """The last replay whose loss was not finite, or of the forward pass alone.
 
-        If all losses of the training were finite, it has to be the last replay with NaN or Inf: a
-        fused kernel of the training may swallow a NaN that the replay shows.
+        Not finite in the precision of the model. If all losses of the training were finite, it has
+        to be the last replay with NaN or Inf: a fused kernel of the training may swallow a NaN that
+        the replay shows.
         """
         if self.nonfinite_losses:
             failed = self._last_replay(lambda replay: replay.loss is None and not replay.is_finite)
             return failed or self._last_replay(lambda replay: replay.loss is None)
         failed = self._last_replay(lambda replay: not replay.is_finite)
-        return failed if failed and failed.loss is None and self.overflows else None
+        if failed is None or failed.loss is not None or not self.overflows:
+            return None
+        return failed
 
     @cached_property
     def largest_gradient_error(self) -> float | None:
-        """The largest error of gradients in all comparisons, of layers that had not converged; `None` without one."""
-        errors = [each for _, replay in self.comparisons for each in replay.gradient_errors]
-        return max(
-            (each.error for each in errors if not soundness.has_converged(each)), default=None
-        )
+        """The largest error of gradients in all comparisons; `None` without one.
+
+        Of layers that had not converged.
+        """
+        errors = []
+        for _, replay in self.comparisons:
+            for each in replay.gradient_errors:
+                if not soundness.has_converged(each):
+                    errors.append(each.error)
+        return max(errors, default=None)
 
     @property
     def is_compared_late(self) -> bool:
@@ -124,11 +139,14 @@ class RunMetrics:
 
     @property
     def agrees_late(self) -> bool:
-        """Whether a comparison was in the second half of the run, and the errors of compared gradients are small."""
+        """Whether compared gradients agree, also in the second half of the run.
+
+        That is, one comparison was in that half, and all errors are small.
+        """
         error = self.largest_gradient_error
-        return (
-            self.is_compared_late and error is not None and error < thresholds.SMALL_GRADIENT_ERROR
-        )
+        if error is None or not self.is_compared_late:
+            return False
+        return error < thresholds.SMALL_GRADIENT_ERROR
 
     @cached_property
     def with_harmful_gradients(self) -> list[Replay]:
@@ -137,7 +155,10 @@ class RunMetrics:
 
     @property
     def needs_float32_layers(self) -> bool:
-        """Whether all comparisons with harmful errors of gradients had them at the largest usable loss scale too."""
+        """Whether the largest usable loss scale does not remove harmful errors of gradients.
+
+        All comparisons with such errors had them at that scale too.
+        """
         harmful = self.with_harmful_gradients
         return bool(harmful) and all(replay.float32_layers for replay in harmful)
 
@@ -150,25 +171,25 @@ class RunMetrics:
     def subnormal_share(self) -> float:
         """Share of nonzero gradient elements below float16's normal range."""
         counts = unscaled_counts(self.usable_samples)
-        subnormal = (
-            counts_below(counts, FLOAT16.min_exponent - round(math.log2(self.scale)))
-            if counts.any()
-            else 0.0
-        )
-        return float(subnormal / max(1.0, counts.sum()))
+        if not counts.any():
+            return 0.0
+        limit = FLOAT16.min_exponent - round(math.log2(self.scale))
+        return float(counts_below(counts, limit) / max(1.0, counts.sum()))
 
     @cached_property
     def underflow_share(self) -> float:
         """Share of all gradient elements that are nonzero and would round to zero."""
         assert self.curve is not None
         scales = self.curve.log2_scales
-        return self.curve.at(float(np.clip(math.log2(self.scale), scales[0], scales[-1])))[
-            "underflow"
-        ]
+        in_use = np.clip(math.log2(self.scale), scales[0], scales[-1])
+        return self.curve.at(float(in_use))["underflow"]
 
     @cached_property
     def underflows(self) -> dict[str, int]:
-        """Number of finite samples in which each variable underflowed, see `SampleStatistics.underflowed`."""
+        """Number of finite samples in which each variable underflowed.
+
+        See `SampleStatistics.underflowed`.
+        """
         return dict(Counter(name for sample in self.finite_samples for name in sample.underflowed))
 
     @cached_property
@@ -178,107 +199,110 @@ class RunMetrics:
         That is the variable nearest the loss that underflowed: gradients flushed there stay zero
         further back.
         """
-        return dict(
-            Counter(sample.underflowed[-1] for sample in self.finite_samples if sample.underflowed)
-        )
+        underflowed = [sample.underflowed for sample in self.finite_samples]
+        return dict(Counter(names[-1] for names in underflowed if names))
 
     @cached_property
     def zero_share(self) -> float:
         """Share of sampled gradient elements that are exactly zero."""
-        zeros = sum(sample.histogram.zeros for sample in self.usable_samples)
-        return zeros / max(1, sum(sample.histogram.total for sample in self.usable_samples))
+        histograms = [sample.histogram for sample in self.usable_samples]
+        zeros = sum(histogram.zeros for histogram in histograms)
+        total = sum(histogram.total for histogram in histograms)
+        return zeros / max(1, total)
 
     @cached_property
     def all_zero_variables(self) -> list[str]:
         """The variables whose gradient was all zero in every usable sample."""
-        counts = Counter(
-            name for sample in self.usable_samples for name in sample.named(sample.is_all_zero)
-        )
-        newest = self.usable_samples[-1].names if self.usable_samples else ()
-        return [name for name in newest if counts[name] == len(self.usable_samples)]
+        samples = self.usable_samples
+        if not samples:
+            return []
+        counts: Counter[str] = Counter()
+        for sample in samples:
+            counts.update(sample.named(sample.is_all_zero))
+        return [name for name in samples[-1].names if counts[name] == len(samples)]
 
     @cached_property
     def headroom(self) -> float:
-        """Bits between the largest sampled gradient and float16's maximum; inf if all gradients are zero."""
+        """Bits between the largest sampled gradient and float16's maximum.
+
+        Inf if all gradients are zero.
+        """
         largest = max((sample.largest for sample in self.finite_samples), default=math.nan)
         return math.inf if largest == 0 else math.log2(FLOAT16.max / largest / self.scale)
 
     @cached_property
     def update_ratio(self) -> tuple[int, float]:
-        """The largest norm of an update relative to that of the weights, with its step; `(0, 0.0)` without any.
+        """The step and the largest norm of an update relative to that of the weights.
 
-        Between two samples, the norm of the weights grew by so much in a step, on average: then in
-        one of these steps the update was at least as large.
+        `(0, 0.0)` without any. Between two samples, the norm of the weights grew by so much in a
+        step, on average: then in one of these steps the update was at least as large.
         """
-        ratios = [
-            (sample.step, sample.update_ratio)
-            for sample in self.samples
-            if not math.isnan(sample.update_ratio)
-        ]
+        ratios = []
+        for sample in self.samples:
+            if not math.isnan(sample.update_ratio):
+                ratios.append((sample.step, sample.update_ratio))
         weighed = [sample for sample in self.samples if sample.weight_norm > 0]
-        growth = [
-            (
-                after.step,
-                (after.weight_norm / before.weight_norm - 1.0) / (after.step - before.step),
-            )
-            for before, after in itertools.pairwise(weighed)
-            if after.step > before.step
-        ]
-        return max([*ratios, *growth, (0, 0.0)], key=itemgetter(1))
+        for before, after in itertools.pairwise(weighed):
+            steps = after.step - before.step
+            if steps > 0:
+                growth = after.weight_norm / before.weight_norm - 1.0
+                ratios.append((after.step, growth / steps))
+        return max([*ratios, (0, 0.0)], key=itemgetter(1))
 
     @cached_property
     def flushed(self) -> dict[str, float]:
-        """The share of each variable's gradient that float16 flushed to zero in the last clean replay, by path.
+        """The share of each gradient that float16 flushed to zero in the last clean replay.
 
-        Without the variables whose gradient is zero in float32 too. Zero if the loss scale has
-        grown since, because then it flushes less.
+        By the path of the variable. Without the variables whose gradient is zero in float32 too.
+        Zero if the loss scale has grown since, because then it flushes less.
         """
         replay, samples = self.clean_replay, self.finite_samples
         if replay is None or not samples:
             return {}
         shares = {} if replay.loss_scale < self.scale else replay.gradients.flushed
-        return {
-            name: shares.get(name, 0.0)
-            for name in samples[-1].names
-            if name not in replay.gradients.zero
-        }
+        names = [name for name in samples[-1].names if name not in replay.gradients.zero]
+        return {name: shares.get(name, 0.0) for name in names}
 
     @cached_property
     def flushed_layers(self) -> list[str]:
         """The layers of which each variable's gradient was `flushed` to zero for the most part."""
-        alive = {
-            self.layer_of(name)
-            for name, share in self.flushed.items()
-            if share <= thresholds.MOSTLY_FLUSHED
-        }
-        return [
-            layer for layer in dict.fromkeys(map(self.layer_of, self.flushed)) if layer not in alive
-        ]
+        flushed_everywhere: dict[str, bool] = {}
+        for name, share in self.flushed.items():
+            layer = self.layer_of(name)
+            is_flushed = share > thresholds.MOSTLY_FLUSHED
+            flushed_everywhere[layer] = is_flushed and flushed_everywhere.get(layer, True)
+        return [layer for layer, is_flushed in flushed_everywhere.items() if is_flushed]
 
     @cached_property
     def unexplained_zero_variables(self) -> list[str]:
-        """The `all_zero_variables` that the last clean replay did not show to be zero in float32 too."""
+        """The `all_zero_variables` that may be nonzero in float32.
+
+        The last clean replay did not show them to be zero there too.
+        """
         explained = set(self.clean_replay.gradients.zero) if self.clean_replay else set()
         return [name for name in self.all_zero_variables if name not in explained]
 
     @cached_property
     def losses(self) -> tuple[float, float, float]:
-        """The first finite loss, the highest magnitude of one since, and the last; NaN if there is none.
+        """The first finite loss, the highest magnitude since, and the last; NaN if none.
 
         The last is the median of a few, because the loss of one batch may be noisy.
         """
-        finite = [float(value) for value in self.run.series("last_loss")[1] if math.isfinite(value)]
-        recorded = self.run.series("highest_loss")[1]
-        increased = (
-            [float(value) for value in recorded[recorded > recorded[0]]] if recorded.size else []
-        )
-        highest = max((*increased, *map(abs, finite)), default=math.nan)
-        last = float(np.median(finite[-thresholds.LAST_LOSSES :])) if finite else math.nan
-        return next(iter(finite), math.nan), highest, last
+        _, losses = self.run.series("last_loss")
+        _, highest_losses = self.run.series("highest_loss")
+        finite = losses[np.isfinite(losses)]
+        # That of the first record may be of a step before this run.
+        increased = highest_losses[highest_losses > highest_losses[:1]]
+        magnitudes = np.concatenate([increased, np.abs(finite)])
+        highest = float(magnitudes.max()) if magnitudes.size else math.nan
+        if not finite.size:
+            return math.nan, highest, math.nan
+        last = np.median(finite[-thresholds.LAST_LOSSES :])
+        return float(finite[0]), highest, float(last)
 
     @property
     def ends_nonfinite(self) -> bool:
-        """Whether the run ends in a streak of non-finite losses, after steps that were not part of it."""
+        """Whether the run ends in a streak of non-finite losses, after other steps."""
         nonfinite = int(self.run.last("nonfinite_losses_in_a_row") or 0)
         streak = self.consecutive_overflows
         return thresholds.STUCK_AFTER <= streak <= nonfinite and streak < self.steps
@@ -290,55 +314,62 @@ class RunMetrics:
 
     @cached_property
     def startup_overflows(self) -> tuple[int, int, float]:
-        """Gradient overflows until the first record after an applied step; that record's step and loss scale."""
+        """Gradient overflows until the first record after an applied step.
+
+        With that record's step and loss scale.
+        """
+        unknown = 0, 0, self.scale
         rows = sorted(self.run.rows, key=itemgetter("step"))
-        if rows and rows[0]["step"] <= 1:
-            for step, records in itertools.groupby(rows, key=itemgetter("step")):
-                merged = {
-                    key: value
-                    for record in records
-                    for key, value in record.items()
-                    if value is not None
-                }
-                if (
-                    merged.get("overflows_in_a_row") == 0
-                    and {"loss_scale", "overflow_count"} <= merged.keys()
-                ):
-                    overflows = merged["overflow_count"] - merged.get("nonfinite_loss_count", 0)
-                    return int(overflows), step, float(merged["loss_scale"])
-        return 0, 0, self.scale
+        if not rows or rows[0]["step"] > 1:
+            return unknown
+        for step, records in itertools.groupby(rows, key=itemgetter("step")):
+            merged: dict[str, Any] = {}
+            for record in records:
+                merged.update((key, value) for key, value in record.items() if value is not None)
+            has_both = {"loss_scale", "overflow_count"} <= merged.keys()
+            if has_both and merged.get("overflows_in_a_row") == 0:
+                overflows = merged["overflow_count"] - merged.get("nonfinite_loss_count", 0)
+                return int(overflows), step, float(merged["loss_scale"])
+        return unknown
 
     @property
     def main_overflow_origin(self) -> tuple[str, float]:
-        """The most frequent overflow origin and its share, for steps with a finite loss; `("", 0.0)` if none."""
+        """The most frequent overflow origin and its share; `("", 0.0)` if none.
+
+        Of the steps with a finite loss.
+        """
         recorded = self.run.last("overflow_origins_by_variable") or {}
-        counts = {path: count for path, count in recorded.items() if count}
-        path = max(counts, key=counts.__getitem__, default="")
-        return path, counts[path] / sum(counts.values()) if counts else 0.0
+        total = sum(recorded.values())
+        if not total:
+            return "", 0.0
+        path = max(recorded, key=recorded.__getitem__)
+        return path, recorded[path] / total
 
 
 def since_last_fallback(run: Run) -> tuple[dict[str, Any] | None, Run]:
-    """Returns the record in which layers were last set to float32, and the run after it, whose counts begin there.
+    """Returns the record in which layers were last set to float32, and the run after it.
 
-    `None` and the run itself if there is none.
+    The counts of that run begin there. `None` and the run itself if there is none.
     """
-    index = next(
-        (index for index in reversed(range(len(run.rows))) if run.rows[index].get("fallback")), None
-    )
-    if index is None:
+    fallbacks = [index for index, row in enumerate(run.rows) if row.get("fallback")]
+    if not fallbacks:
         return None, run
-    before = Run(run.rows[: index + 1])
+    begin = fallbacks[-1] + 1
+    before = Run(run.rows[:begin])
+    rows = [_counted_after(before, row) for row in run.rows[begin:]]
+    return before.rows[-1], Run(rows, run.header)
+
+
+def _counted_after(before: Run, row: dict[str, Any]) -> dict[str, Any]:
+    """Returns a record without what a run before it has counted."""
+    row = dict(row)
+    for key in row.keys() & {"overflow_count", "nonfinite_loss_count"}:
+        row[key] -= int(before.last(key) or 0)
     origins = "overflow_origins_by_variable"
-    earlier = before.last(origins) or {}
-    rows = [dict(row) for row in run.rows[index + 1 :]]
-    for row in rows:
-        for key in row.keys() & {"overflow_count", "nonfinite_loss_count"}:
-            row[key] -= int(before.last(key) or 0)
-        if origins in row:
-            row[origins] = {
-                path: count - earlier.get(path, 0) for path, count in row[origins].items()
-            }
-    return run.rows[index], Run(rows, run.header)
+    if origins in row:
+        earlier = before.last(origins) or {}
+        row[origins] = {path: count - earlier.get(path, 0) for path, count in row[origins].items()}
+    return row
 
 
 def name_of(path: str) -> str:

@@ -1,4 +1,7 @@
-"""Statistics of sampled gradients, without the 280 counts of each variable: a run may have thousands of samples."""
+"""Statistics of sampled gradients, without the 280 counts of each variable.
+
+A run may have thousands of samples.
+"""
 
 import itertools
 import math
@@ -42,10 +45,10 @@ class SampleStatistics:
 
     @property
     def largest(self) -> float:
-        """The largest magnitude without the loss scale, in the range of the largest exponent counted; 0 without one.
+        """The largest magnitude without the loss scale; 0 without one.
 
-        A device that flushes subnormal numbers to zero may report an `amax` of 0 for nonzero
-        gradients.
+        It is in the range of the largest exponent that was counted. A device that flushes subnormal
+        numbers to zero may report an `amax` of 0 for nonzero gradients.
         """
         exponents = self.histogram.exponents[self.histogram.by_exponent > 0]
         if not exponents.size:
@@ -58,9 +61,10 @@ class SampleStatistics:
 
     @cached_property
     def underflowed(self) -> list[str]:
-        """The variables that underflowed: more than 5 % of their nonzero elements are below float16's normal range.
+        """The variables that underflowed.
 
-        A variable whose elements are all zero underflowed too if one nearer the loss did.
+        More than 5 % of their nonzero elements are below float16's normal range. A variable whose
+        elements are all zero underflowed too if one nearer the loss did.
         """
         has_small = self.small_shares > thresholds.UNDERFLOWED
         is_behind_small = np.logical_or.accumulate(has_small[::-1])[::-1]
@@ -72,10 +76,10 @@ class SampleStatistics:
 
 
 def statistics(run: Run) -> tuple[list[SampleStatistics], list[SampleStatistics]]:
-    """Returns the statistics of a run's samples and of its references, without the variables of float32 layers.
+    """Returns the statistics of a run's samples and of its references.
 
-    float16 does not affect these. If all layers compute in float32, all variables are kept: the
-    result then shows what float16 would lose.
+    Without the variables of float32 layers. float16 does not affect these. If all layers compute in
+    float32, all variables are kept: the result then shows what float16 would lose.
     """
     excluded = frozenset(run.settings.get("float32_variables") or ())
     samples, references = (
@@ -92,7 +96,10 @@ def usable(samples: Iterable[SampleStatistics]) -> list[SampleStatistics]:
 
 
 def unscaled_counts(samples: Iterable[SampleStatistics]) -> np.ndarray:
-    """Returns the numbers of nonzero elements by exponent without the loss scale, of all samples together, float64."""
+    """Returns the numbers of nonzero elements of all samples by exponent, float64.
+
+    The exponents are those without the loss scale.
+    """
     return sum((sample.unscaled_counts for sample in samples), np.zeros(INF_BIN - ZERO_BIN - 1))
 
 

@@ -118,13 +118,17 @@ def error_origin(replay: Replay) -> LayerError | None:
     """
     if (replay.output_error or 0.0) <= thresholds.HARMFUL_OUTPUT_ERROR:
         return None
-    adding = [each for each in replay.layer_errors if _adds_harm(each)]
-    suspects = adding
-    if not suspects:
-        suspects = [each for each in replay.layer_errors if lost_weights_of(replay, each.layer)]
+    limit = thresholds.HARMFUL_OUTPUT_ERROR
+    adding = [each for each in replay.layer_errors if _added(each) > limit]
+    suspects = adding or _errors_with_lost_weights(replay)
     cured = [each for each in suspects if each.layer in replay.float32_layers]
-    return max(cured or adding, key=lambda each: each.new_error or 0.0, default=None)
+    return max(cured or adding, key=_added, default=None)
 
 
-def _adds_harm(error: LayerError) -> bool:
-    return (error.new_error or 0.0) > thresholds.HARMFUL_OUTPUT_ERROR
+def _errors_with_lost_weights(replay: Replay) -> list[LayerError]:
+    return [each for each in replay.layer_errors if lost_weights_of(replay, each.layer)]
+
+
+def _added(error: LayerError) -> float:
+    """Returns the error that a layer adds to inputs of float32; 0 if it was not measured."""
+    return error.new_error or 0.0

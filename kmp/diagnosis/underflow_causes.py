@@ -35,13 +35,9 @@ class FlushedBranch(Cause):
         replay, layers = run.clean_replay, run.flushed_layers
         if not run.is_float16 or replay is None or not layers or run.needs_float32_layers:
             return None
-        names = list(run.flushed)
-        flushed = [name for name in names if run.layer_of(name) in layers]
-        alive = [name for name in names if run.flushed[name] <= thresholds.MANY_FLUSHED]
-        if not alive or len(flushed) + len(alive) < len(names) / 2:
+        flushed, alive = _flushed_and_alive(run)
+        if not _is_branch(flushed, alive, list(run.flushed)):
             return None
-        if names.index(alive[0]) > names.index(flushed[-1]):
-            return None  # the layers nearest the input: gradients underflow on their way there
         has_headroom = run.headroom >= thresholds.SPARE_BITS
         return cls(
             name="branch_underflow",
@@ -53,6 +49,22 @@ class FlushedBranch(Cause):
             alive=len(alive),
             has_headroom=has_headroom,
         )
+
+
+def _flushed_and_alive(run: RunMetrics) -> tuple[list[str], list[str]]:
+    """Returns the variables of the flushed layers, and those that lose little."""
+    flushed = [name for name in run.flushed if run.layer_of(name) in run.flushed_layers]
+    limit = thresholds.MANY_FLUSHED
+    alive = [name for name, share in run.flushed.items() if share <= limit]
+    return flushed, alive
+
+
+def _is_branch(flushed: list[str], alive: list[str], names: list[str]) -> bool:
+    """Whether flushed variables are a part of the model beside those that lose little."""
+    if not alive or len(flushed) + len(alive) < len(names) / 2:
+        return False
+    # Not the layers nearest the input: gradients underflow on their way there.
+    return names.index(alive[0]) <= names.index(flushed[-1])
 
 
 @dataclass(frozen=True, kw_only=True)

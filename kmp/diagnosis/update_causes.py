@@ -248,9 +248,7 @@ class LostUpdates(Cause):
         share = sum(unchanged.values()) / max(1, sum(nonzero.values()))
         if share <= thresholds.MANY_LOST_UPDATES:
             return None
-        shares = {name: unchanged[name] / count for name, count in nonzero.items() if count}
-        variables = sorted(shares, key=shares.__getitem__, reverse=True)
-        variables = [name for name in variables if shares[name] > thresholds.MOSTLY_LOST]
+        variables = _mostly_unchanged(nonzero, unchanged)
         layers = []
         if run.settings.get("policy", number_format.name) != number_format.name:
             layers = list(dict.fromkeys(map(run.layer_of, variables)))
@@ -275,6 +273,13 @@ def _unchanged_weights(run: RunMetrics) -> tuple[Counter[str], Counter[str]]:
         nonzero.update(dict(zip(sample.names, counts.tolist(), strict=True)))
         unchanged.update(dict(zip(sample.names, lost.tolist(), strict=True)))
     return nonzero, unchanged
+
+
+def _mostly_unchanged(nonzero: Counter[str], unchanged: Counter[str]) -> list[str]:
+    """Returns the variables of which most weights stayed, those with the largest share first."""
+    shares = {name: unchanged[name] / count for name, count in nonzero.items() if count}
+    variables = sorted(shares, key=shares.__getitem__, reverse=True)
+    return [name for name in variables if shares[name] > thresholds.MOSTLY_LOST]
 
 
 def _with_float32_weights(

@@ -18,7 +18,10 @@ _encodings: WeakKeyDictionary[GradientSample, dict[str, Any]] = WeakKeyDictionar
 
 
 def compact(sample: GradientSample) -> dict[str, Any]:
-    """Returns the JSON-serializable form of a sample. It is computed once and must not be changed."""
+    """Returns the JSON-serializable form of a sample.
+
+    It is computed once and must not be changed.
+    """
     if sample not in _encodings:
         _encodings[sample] = _encoded(sample)
     return _encodings[sample]
@@ -42,7 +45,9 @@ def _encoded(sample: GradientSample) -> dict[str, Any]:
 
 
 def expanded(step: int, data: dict[str, Any]) -> GradientSample:
-    """Returns the sample for a dictionary from `compact`, which has the types and ranges of `log_schema.Sample`.
+    """Returns the sample for a dictionary from `compact`.
+
+    The dictionary has the types and ranges of `log_schema.Sample`.
 
     Raises:
         ValueError: If a value is not valid. The message names its key.
@@ -79,7 +84,10 @@ def _integers(data: Mapping[str, Any], key: str, size: int) -> np.ndarray:
 
 
 def _packed(values: np.ndarray, dtype: str) -> str:
-    """Returns numbers as text: first the lowest byte of each, then the next; compressed; in base64."""
+    """Returns numbers as text: their bytes, compressed, in base64.
+
+    First the lowest byte of each number, then the next.
+    """
     numbers = np.ascontiguousarray(values.ravel(), dtype)
     planes = numbers.view(np.uint8).reshape(numbers.size, numbers.itemsize).T.tobytes()
     compressor = zlib.compressobj(9, strategy=zlib.Z_FILTERED)

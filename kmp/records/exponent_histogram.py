@@ -29,7 +29,8 @@ class ExponentHistogram:
         loss_scale: The loss scale of the gradients.
 
     Example:
-    >>> histogram = ExponentHistogram(np.bincount([0] * 9 + [140] * 5, minlength=280), step=1, loss_scale=1024.0)
+    >>> counts = np.bincount([0] * 9 + [140] * 5, minlength=280)
+    >>> histogram = ExponentHistogram(counts, step=1, loss_scale=1024.0)
     >>> histogram.zeros, histogram.total, histogram.zones["normal"]
     (9, 14, 5)
     >>> histogram.exponents[histogram.by_exponent > 0].tolist()
@@ -94,7 +95,10 @@ class ExponentHistogram:
 
     @property
     def zero_fraction(self) -> float:
-        """Fraction of elements that are exactly zero: an upper bound of the fraction flushed to zero."""
+        """Fraction of elements that are exactly zero.
+
+        An upper bound of the fraction that was flushed to zero.
+        """
         return self.zeros / self.total if self.total else math.nan
 
     @property
@@ -108,10 +112,11 @@ class ExponentHistogram:
         return np.arange(FIRST_EXPONENT, LAST_EXPONENT + 1)
 
     def log2_buckets(self) -> tuple[np.ndarray, np.ndarray]:
-        """Returns `n + 1` edges and `n` counts of the finite nonzero elements by binary exponent, for plotting tools.
+        """Returns the counts of the finite nonzero elements by binary exponent, for plotting tools.
 
-        If all finite elements are zero, they are in one bucket below the smallest exponent, from
-        -150 to -149: tools draw a histogram without buckets as if all values were 1.
+        They are `n + 1` edges and `n` counts. If all finite elements are zero, they are in one
+        bucket below the smallest exponent, from -150 to -149: tools draw a histogram without
+        buckets as if all values were 1.
         """
         filled = np.flatnonzero(self.by_exponent)
         if not filled.size:

@@ -53,7 +53,8 @@ class GradientSample:
 
     Example:
     >>> counts = np.zeros((2, 280), np.int64)
-    >>> counts[:, 0], counts[:, 129:132] = 3, (5, 8, 2)  # zeros, and elements from 2^-21 to below 2^-18
+    >>> counts[:, 0] = 3  # zeros
+    >>> counts[:, 129:132] = 5, 8, 2  # elements from 2^-21 to below 2^-18
     >>> amax, norm = np.full(2, 2.0**-18.5), np.full(2, 1e-5)
     >>> sample = GradientSample(1, 1024.0, ("dense/kernel", "dense/bias"), counts, amax, norm)
     >>> sample["dense/kernel"].zones["subnormal"], sample.by_layer()["dense"].zeros
@@ -107,13 +108,19 @@ class GradientSample:
 
     @property
     def counts(self) -> np.ndarray:
-        """Element counts of the loss-scaled gradients, int64 of shape `(n, 280)`, with the bins of a histogram."""
+        """Element counts of the loss-scaled gradients, int64 of shape `(n, 280)`.
+
+        The bins are those of `ExponentHistogram`.
+        """
         counts = np.zeros((len(self), BIN_COUNT), np.int64)
         counts[:, self.bins] = self.bin_counts
         return counts
 
     def between(self, first: int, stop: int) -> np.ndarray:
-        """Returns the number of elements of each gradient in the bins from `first` to below `stop`, int64."""
+        """Returns the number of elements of each gradient in a range of bins, int64.
+
+        The range is from `first` to below `stop`.
+        """
         is_counted = (self.bins >= first) & (self.bins < stop)
         return np.asarray(self.bin_counts[:, is_counted].sum(axis=1, dtype=np.int64))
 
@@ -144,7 +151,10 @@ class GradientSample:
 
     @property
     def update_ratio(self) -> np.ndarray:
-        """`update_norm / weight_norm`, float64 of shape `(n,)`; NaN if not measured or if the weight norm is zero."""
+        """`update_norm / weight_norm`, float64 of shape `(n,)`.
+
+        NaN if it was not measured, or if the weight norm is zero.
+        """
         with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
             return np.where(self.weight_norm > 0, self.update_norm / self.weight_norm, math.nan)
 
@@ -154,7 +164,9 @@ class GradientSample:
         return math.sqrt(float(np.sum(self.norm**2)))
 
     def select(self, patterns: str | Sequence[str]) -> "GradientSample":
-        """Returns the sample of the variables whose name equals or matches a pattern (`*` and `?` as in a shell).
+        """Returns the sample of the variables whose name equals or matches a pattern.
+
+        `*` and `?` mean what they mean in a shell.
 
         Raises:
             TypeError: If `patterns` is neither a string nor several.
@@ -175,7 +187,10 @@ class GradientSample:
         return self if len(kept) == len(self) else self._at(kept)
 
     def by_layer(self) -> "GradientSample":
-        """Returns the sample with the variables of each layer merged: their paths differ only in the last component."""
+        """Returns the sample with the variables of each layer merged.
+
+        The paths of such variables differ only in the last component.
+        """
         numbers: dict[str, int] = {}
         layers = np.array(
             [numbers.setdefault(layer_of(name), len(numbers)) for name in self.names], np.int64

@@ -21,7 +21,10 @@ _RECORD: msgspec.json.Decoder[Any] = msgspec.json.Decoder(Record)
 
 
 class LogEncoder:
-    """Encodes the lines of one log. Omits the names of a sample that equal those of the last one."""
+    """Encodes the lines of one log.
+
+    Omits the names of a sample that equal those of the last one.
+    """
 
     def __init__(self) -> None:
         self._names: tuple[str, ...] | None = None  # of the last sample

@@ -39,7 +39,10 @@ def stable_names(layers: Mapping[str, str]) -> dict[str, str]:
 
 
 def stable_name(path: str, names: Mapping[str, str]) -> str:
-    """Returns the stable name of a layer, or of a part of one, from the result of `stable_names`."""
+    """Returns the stable name of a layer, or of a part of one.
+
+    From the result of `stable_names`.
+    """
     parent, rest = path, ""
     while parent and parent not in names:
         parent, _, part = parent.rpartition("/")

@@ -62,7 +62,7 @@ class Run:
         self.rows.append(dict(row))
 
     def series(self, key: str) -> tuple[np.ndarray, np.ndarray]:
-        """Returns the steps that have a value of `key`, and the values, as arrays of equal length."""
+        """Returns the steps that have a value of `key`, and the values: equally long arrays."""
         return _series([(row["step"], row[key]) for row in self.rows if key in row])
 
     def table(self) -> np.ndarray:
@@ -92,7 +92,10 @@ class Run:
 
     @property
     def metrics(self) -> dict[str, tuple[np.ndarray, np.ndarray]]:
-        """The metrics of epochs by name, such as `loss` and `val_accuracy`: the steps, and the values."""
+        """The metrics of epochs, such as `loss` and `val_accuracy`, by name.
+
+        Each is the steps, and the values.
+        """
         by_name: dict[str, list[tuple[int, float | None]]] = {}
         for row in self.rows:
             for name, value in row.get("metrics", {}).items():
@@ -116,7 +119,10 @@ class Run:
 
     @property
     def comparisons(self) -> list[tuple[int, Replay]]:
-        """The replays whose passes were finite in both precisions, each with its step, oldest first."""
+        """The replays whose passes were finite in both precisions, oldest first.
+
+        Each with its step.
+        """
         return [(step, replay) for step, replay in self.replays if replay.comparison]
 
     @property
@@ -168,7 +174,10 @@ def load_run(path: str | os.PathLike[str]) -> Run:
 
 
 def scalars(row: Mapping[str, Any]) -> Iterable[tuple[str, float]]:
-    """Yields the keys and values of a record that are plain numbers, except `step`, and its metrics."""
+    """Yields the plain numbers of a record, except `step`, and its metrics.
+
+    Each with its key.
+    """
     for key, value in (row.get("metrics", {}) | row).items():
         if key != "step" and isinstance(value, int | float):
             yield key, float(value)

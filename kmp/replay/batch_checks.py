@@ -1,4 +1,7 @@
-"""What is wrong with a batch itself: NaN, Inf, inputs that overflow float16, and targets that are not classes."""
+"""What is wrong with a batch itself.
+
+NaN, Inf, inputs that overflow float16, and targets that are not classes.
+"""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -84,7 +87,10 @@ def _is_one_of(loss: Any, known: tuple[type, Any]) -> bool:
 
 
 def _by_key(part: Any) -> list[tuple[str, Any]]:
-    """Returns the values of a dictionary or sequence of tensors, each with its index as Python source."""
+    """Returns the values of a dictionary or sequence of tensors.
+
+    Each with its index as Python source.
+    """
     if isinstance(part, Mapping):
         return [(f"[{key!r}]", part[key]) for key in sorted(part)]
     if isinstance(part, list | tuple):

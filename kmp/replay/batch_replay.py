@@ -5,7 +5,7 @@ To find what float16 loses: `replay` is read from top to bottom.
 
 import contextlib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -368,20 +368,25 @@ def _usable_scale(exact: PassResult, own: LayerMarks, share: float) -> float | N
         share: What the gradients of outputs are multiplied by in a batch of the training; those of
             variables are as large there, for a mean over more examples.
     """
-    magnitudes = []
-    for layer, amax in exact.marks.activation_gradients.items():
-        if layer in own.in_16_bits or layer not in own.called:
-            magnitudes.append(share * amax)
-    float32_layers = set(own.called) - own.computing_in_16_bits
-    for path, gradient in exact.gradients.items():
-        layer = next((each for each in path_and_parents(path) if each in own.called), "")
-        if gradient is not None and layer not in float32_layers:
-            magnitudes.append(float(np.max(np.abs(as_array(gradient)), initial=0.0)))
-    largest = max(magnitudes, default=0.0)
+    of_activations = [
+        share * amax
+        for layer, amax in exact.marks.activation_gradients.items()
+        if layer in own.in_16_bits or layer not in own.called
+    ]
+    largest = max([*of_activations, *_variable_amaxes(exact, own)], default=0.0)
     if not largest or not math.isfinite(largest):
         return None
     exponent = math.floor(math.log2(FLOAT16.max / largest)) - thresholds.USABLE_BITS
     return 2.0 ** min(exponent, FLOAT32.max_exponent)
+
+
+def _variable_amaxes(exact: PassResult, own: LayerMarks) -> Iterator[float]:
+    """Yields the largest magnitude of each gradient, except those of layers in float32."""
+    float32_layers = set(own.called) - own.computing_in_16_bits
+    for path, gradient in exact.gradients.items():
+        layer = next((each for each in path_and_parents(path) if each in own.called), "")
+        if gradient is not None and layer not in float32_layers:
+            yield float(np.max(np.abs(as_array(gradient)), initial=0.0))
 
 
 def _flushed_share(own: Any, exact: Any) -> float:

@@ -1,4 +1,7 @@
-"""Finds gradients that do not grow with the loss scale: of a loss that is not scaled, or clipped."""
+"""Finds gradients that do not grow with the loss scale.
+
+They are those of a loss that is not scaled, or clipped.
+"""
 
 from kmp.backend import keras_internals, layers_by_path
 from kmp.diagnosis import thresholds

@@ -52,7 +52,10 @@ class Reference:
 
 
 def layer_errors(own: PassResult, exact: PassResult) -> list[LayerError]:
-    """Returns the relative error of each layer's outputs, in the order of the calls; the largest ones of many."""
+    """Returns the relative error of each layer's outputs, in the order of the calls.
+
+    Of many layers, those with the largest errors.
+    """
     new, of_inputs = exact.marks.new_errors, exact.marks.input_errors
     found = [
         LayerError(path, error, new.get(path), of_inputs.get(path))

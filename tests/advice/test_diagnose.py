@@ -23,7 +23,10 @@ LAYERS = {"net/conv": "Conv2D", "net/a": "Dense"}
 
 
 def advice_of(*rows, **settings):
-    """Returns the advice for these records and a first one, of a dynamic scale unless `settings` say otherwise."""
+    """Returns the advice for these records and a first one.
+
+    The scale is dynamic unless `settings` say otherwise.
+    """
     first = {"step": 1, "overflow_count": 0, "last_loss": 1.0, "highest_loss": 1.0}
     return kmp.advise(Run([first, *rows], {"settings": DYNAMIC | settings}))
 
@@ -150,7 +153,7 @@ def test_nonfinite_samples_and_references_are_not_used():
     assert unknown in advice_of(counts).verdict
 
 
-def test_gradient_of_no_element_is_unused_and_one_that_is_zero_in_all_samples_and_in_float32_too_is_dead():
+def test_gradient_without_elements_is_unused_and_one_always_zero_in_float32_too_is_dead():
     others = {"unused/kernel": {"amax": 0.0, "norm": 0.0}, "dead/kernel": ALL_ZERO}
     rows = [row_of(step, 2.0**12, zeros=3, **others) for step in (1, 50)]
     rows.append(row_of(100, 2.0**12, zeros=3, **others | {"dead/bias": ALL_ZERO}))
@@ -225,7 +228,10 @@ def test_initial_scale_that_skipped_many_steps_is_reported():
 
 
 def stuck_at(scale, step=40, usable=None):
-    """Returns the record of a scale that overflows, and of a replay if a smaller one is usable without a change."""
+    """Returns the record of a scale that overflows, and of a replay.
+
+    A replay only if a smaller scale is usable without a change.
+    """
     replay = (
         {"replay": overflow_of_gradients(float32_layers=[], usable_scale=usable)} if usable else {}
     )
@@ -689,7 +695,7 @@ def test_overflow_that_no_few_layers_cure_is_cured_by_float32_which_was_replayed
 
 
 def hidden(found):
-    """Returns a replay with a finite loss, where only the gradients show the Inf of an operation."""
+    """Returns a replay with a finite loss: only the gradients show an operation's Inf."""
     values = {"nonfinite": [found, operation("Mul", is_backward=True)], "float32_layers": ["net/a"]}
     return overflow_of_gradients(activation_gradients={"net/a": 1.0}, **values)
 
@@ -736,7 +742,7 @@ def test_nan_of_a_replay_is_a_warning_if_no_step_was_skipped_and_a_compiled_pass
     assert "uncompiled" not in causes(row | {"overflow_count": 1, "replay": compiled})
 
 
-def test_nan_of_a_replay_is_no_cause_if_a_scale_that_falls_at_the_start_explains_the_skipped_steps():
+def test_nan_of_a_replay_is_no_cause_if_a_scale_that_falls_at_the_start_explains_skipped_steps():
     start = {"step": 1, "overflow_count": 1, "overflows_in_a_row": 1, "loss_scale": 2.0**14}
     settled = {"step": 3, "overflow_count": 2, "overflows_in_a_row": 0, "loss_scale": 2.0**13}
     assert causes(start | {"replay": NAN_IN_LOSS}, settled, settled | {"step": 400}) == []

@@ -149,7 +149,10 @@ def test_histograms_are_of_layers_with_a_finite_gradient_and_zeros_have_a_bucket
 
 
 def end_of_a_training(folder, stops, is_backup_first=False):
-    """Returns the state and the logged steps after two epochs, which each of the `stops` but the last interrupts."""
+    """Returns the state and the logged steps after two epochs.
+
+    Each of the `stops` but the last interrupts them.
+    """
     for stop in stops:
         keras.backend.clear_session()  # equal names
         keras.utils.set_random_seed(0)
@@ -241,7 +244,7 @@ def fit_and_get_warnings(folder, model, caplog):
     return [record.getMessage() for record in caplog.records if record.name == "kmp"]
 
 
-def test_second_fit_continues_the_log_and_a_log_that_cannot_be_continued_is_archived_with_the_reason(
+def test_second_fit_continues_the_log_or_archives_one_that_cannot_be_continued_and_says_why(
     tmp_path, caplog
 ):
     model = compiled_model()

@@ -119,7 +119,7 @@ class SeveralBatchesPerStep(keras.Sequential):
         return {"loss": 0.0}
 
 
-def test_records_have_the_optimizer_steps_if_a_step_takes_several_batches_and_an_epoch_without_one_has_all_keys():
+def test_steps_of_several_batches_are_counted_and_an_epoch_without_one_has_all_keys():
     model, callback = (
         SeveralBatchesPerStep(compiled_model().layers),
         LossScaleLogger(every_n_steps=10),
@@ -297,7 +297,7 @@ def test_interrupted_training_keeps_no_reference_to_the_optimizer(tmp_path):
     }
 
 
-def test_model_that_needs_no_loss_scale_has_records_only_with_a_wrapped_optimizer_and_this_is_logged_once(
+def test_model_without_need_of_a_loss_scale_has_records_only_if_wrapped_which_is_logged_once(
     tmp_path, caplog
 ):
     kmp.enable("mixed_bfloat16")

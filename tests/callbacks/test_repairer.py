@@ -125,7 +125,10 @@ def test_scale_that_overflows_of_a_layer_have_lowered_returns_after_its_repair()
 
 
 class Curve(OwnStep):
-    """Fits its second difference, which the rounding of its inputs and outputs in float16 makes noise."""
+    """Fits its second difference.
+
+    The rounding of its inputs and outputs in float16 makes that noise.
+    """
 
     def __init__(self):
         super().__init__(name="curve")
@@ -143,7 +146,7 @@ class Curve(OwnStep):
 
 
 @pytest.mark.parametrize(("height", "comparisons"), [(1.0, 1), (20.0, 2 if HAS_GPU else 3)])
-def test_model_that_computes_outside_of_its_layers_is_repaired_if_its_loss_differs_or_gradients_thrice(
+def test_model_that_computes_outside_its_layers_is_repaired_if_loss_or_thrice_gradients_differ(
     height, comparisons
 ):
     with kmp.enable(initial_scale=2.0**-4):
@@ -213,7 +216,10 @@ class Shifted(keras.layers.Layer):
 
 
 def model_of_repaired_layers():
-    """Returns a model in which a shared layer, one with a weight in float16 and layers that contain others overflow."""
+    """Returns a model in which several layers overflow.
+
+    They are a shared layer, one with a weight in float16, and layers that contain others.
+    """
     inputs, shared = keras.Input((4, 4)), Cube(name="shared")
     options = {
         "recurrent_initializer": "ones",
@@ -356,7 +362,10 @@ def test_training_that_fails_for_another_cause_keeps_its_layers(cause, fault):
 
 
 def test_model_whose_loss_exploded_before_it_overflowed_keeps_its_layers():
-    """Each step's learning rate is larger: BatchNormalization keeps the loss finite until the weights overflow."""
+    """Each step's learning rate is larger.
+
+    BatchNormalization keeps the loss finite until the weights overflow.
+    """
     x = np.random.default_rng(0).normal(size=(256, 8)).astype("float32")
     rate = keras.optimizers.schedules.ExponentialDecay(1e-3, 4, 4.0)
     with kmp.enable():

@@ -25,7 +25,10 @@ def overflowing_backward(x):
 
 
 def overflowing_model(**settings):
-    """Returns a model whose gradients overflow between `overflow_origin` and the loss at every loss scale."""
+    """Returns a model whose gradients overflow at every loss scale.
+
+    They overflow between `overflow_origin` and the loss.
+    """
     hidden = layers.Dense(8, activation="relu"), layers.Dense(8, name="overflow_origin")
     head = layers.Lambda(overflowing_backward), layers.Dense(2), kmp.layers.Softmax()
     optimizer = kmp.LossScaleOptimizer("sgd", **settings)

@@ -133,7 +133,7 @@ def test_gradients_of_the_weights_of_a_float32_layer_do_not_lower_the_usable_sca
         (lambda x: x * x * x, np.full((ROWS, 4), 15.0, "float32"), "Mul", []),
     ],
 )
-def test_first_nonfinite_operation_the_constants_that_float16_loses_and_the_layer_for_float32_are_found(
+def test_first_nonfinite_operation_lost_constants_and_the_layer_for_float32_are_found(
     function, x, operation, constants
 ):
     result = replayed(model_of(layers.Lambda(function, name="lossy")), x)

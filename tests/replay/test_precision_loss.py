@@ -212,7 +212,10 @@ def test_relative_error_is_relative_to_the_variation_between_examples():
 
 
 class RunningMean(keras.layers.Layer):
-    """Subtracts a moving average, which Keras casts to float16 before it is updated, or which is in float16 itself."""
+    """Subtracts a moving average in float16.
+
+    Keras casts it to float16 before it is updated, or it is in float16 itself.
+    """
 
     def __init__(self, start, momentum=0.995, in_16_bits=False):
         super().__init__(name="running")
