@@ -1,7 +1,7 @@
 """The schema of a log: each key with its type, its range and its meaning.
 
-This is the only place where they stand. The docstring of `kmp.records` and the page on logs are
-made from it.
+This is the only place where they stand: `python docs/generate_schema.py` writes the lists in
+docs/api/records.md.
 """
 
 import textwrap
@@ -30,6 +30,7 @@ from kmp.records.log_types import (
 from kmp.records.replay import Replay
 
 SCHEMA = 1
+_UNIONS = (types.UnionType, typing.Union)  # Python makes the second of an `Annotated` and `None`
 _TYPES = {int: "integer", float: "float", str: "string", bool: "true or false", list: "list"}
 
 
@@ -229,6 +230,6 @@ def _type_name(hint: Any) -> str:
     origin = typing.get_origin(hint)
     if origin is Annotated:
         return _type_name(hint.__origin__)
-    if origin is types.UnionType:
-        return _type_name(typing.get_args(hint)[0])
+    if origin in _UNIONS:
+        return f"{_type_name(typing.get_args(hint)[0])} or null"
     return _TYPES.get(origin or hint, "string" if origin is Literal else "object")
