@@ -34,11 +34,11 @@ from rich.table import Table
 from step_models import BARE, KERAS, OURS, step_model
 
 import kmp
-from kmp.backend import global_policy, sublayers
+from kmp.backend.keras_internals import global_policy, sublayers
 from kmp.bench import header
 from kmp.bench.fit_timer import Blocks, time_fit
 from kmp.bench.measurement import MODES, peak_memory, reset_peak_memory
-from kmp.layers import unfuse_normalization
+from kmp.layers.fused_normalization import unfuse_normalization
 from kmp.utils import atomic_files
 from kmp_cli.doctor import driver_check
 

@@ -26,7 +26,7 @@ from rich.progress import track
 from rich.table import Table
 from step_models import DEFAULT_BATCH, MODELS, SCALINGS, compiled_step
 
-from kmp.backend import Traffic, traffic_of
+from kmp.backend.graph_traffic import Traffic, traffic_of
 from kmp.bench import header
 from kmp.utils import atomic_files
 

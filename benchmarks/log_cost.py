@@ -32,7 +32,10 @@ from kmp import report
 from kmp.bench.measurement import alternate, comparison, in_new_process, peak_memory
 from kmp.callbacks import Monitor
 from kmp.callbacks.training_records import record_size
-from kmp.records import FILE_NAME, SCHEMA, GradientSample, LogEncoder, compact
+from kmp.records import GradientSample
+from kmp.records.compact_sample import compact
+from kmp.records.jsonl import FILE_NAME, LogEncoder
+from kmp.records.log_schema import SCHEMA
 
 EVERY_N_STEPS, BATCH_SIZE = 10, 32
 SAMPLES = 20

@@ -20,8 +20,10 @@ from kmp import LossScaleOptimizer, bench
 from kmp.bench.measurement import MODES, Measurement, comparison, seconds_per_call
 from kmp.bench.models import BARE, KERAS, OURS
 from kmp.callbacks import GradientHistogram
-from kmp.gradients import NEVER, copies_of, with_updates
-from kmp.records import GradientSample, to_line
+from kmp.gradients.gradient_sampler import copies_of, with_updates
+from kmp.gradients.sampling_clock import NEVER
+from kmp.records import GradientSample
+from kmp.records.jsonl import to_line
 
 tf.get_logger().setLevel("ERROR")  # it warns about frequent retracing, which is done on purpose
 

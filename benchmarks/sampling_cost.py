@@ -14,7 +14,7 @@ from measuring import SampledStep, Step, main, modes_of, shapes_of
 
 from kmp.bench.measurement import alternate, comparison, seconds_per_call
 from kmp.bench.models import OURS
-from kmp.gradients import gradient_statistics
+from kmp.gradients.tensor_statistics import gradient_statistics
 
 TENSORS = 4
 

@@ -7,7 +7,7 @@ import keras
 import tensorflow as tf
 
 import kmp
-from kmp.backend import global_policy
+from kmp.backend.keras_internals import global_policy
 
 SCALINGS = BARE, KERAS, OURS, COMPILED = "bare", "keras", "kmp", "compiled"
 DEFAULT_BATCH = {

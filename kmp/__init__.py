@@ -10,18 +10,18 @@ Example:
 
 import importlib
 
-from kmp.utils import require_tensorflow
+from kmp.utils.backend_check import require_tensorflow
 
 require_tensorflow()
 
 from kmp import advice, callbacks, layers, optimizer, records, scaling
 from kmp.advice import advise, what_if
 from kmp.conversion import Plan, audit, convert, to_float32
+from kmp.enabling import disable, enable, gpus, graph_rewrite, wrap
 from kmp.guarding import guard
 from kmp.optimizer import LossScaleOptimizer
-from kmp.policy import disable, enable, gpus, graph_rewrite, wrap
 from kmp.records import load_run
-from kmp.utils import __version__ as __version__
+from kmp.utils.version import __version__ as __version__
 
 __all__ = [
     "LossScaleOptimizer",

@@ -15,9 +15,10 @@ import tensorflow as tf
 from rich.console import Console
 
 import kmp
-from kmp.policy import POLICIES
-from kmp.records import FILE_NAME
-from kmp.utils import atomic_files, printable, user_messages
+from kmp.enabling.active_settings import POLICIES
+from kmp.records.jsonl import FILE_NAME
+from kmp.utils import atomic_files, user_messages
+from kmp.utils.names import printable
 
 
 class InputError(Exception):

@@ -253,7 +253,7 @@ def _capability_checks(gpu: Any, compiled_for: Iterable[str]) -> Iterator[Check]
     """Checks a GPU's formats, and TensorFlow's machine code for it.
 
     Args:
-        gpu: A `kmp.policy.Gpu`.
+        gpu: A `kmp.enabling.Gpu`.
         compiled_for: The names of the machine codes in TensorFlow, such as `"sm_80"`.
     """
     if not gpu.tensor_cores:

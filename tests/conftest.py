@@ -26,16 +26,8 @@ from operation_trace import optimized_graphs
 from tensorflow.python.framework import ops as tensorflow_ops
 
 import kmp
-from kmp.records import (
-    BIN_COUNT,
-    FIRST_EXPONENT,
-    INF_BIN,
-    NAN_BIN,
-    ZERO_BIN,
-    GradientSample,
-    Replay,
-    flat_replays,
-)
+from kmp.records import BIN_COUNT, GradientSample, Replay, flat_replays
+from kmp.records.exponent_histogram import FIRST_EXPONENT, INF_BIN, NAN_BIN, ZERO_BIN
 
 # MirroredStrategy needs two devices for two replicas. This must run before TensorFlow initializes
 # its devices.

@@ -57,6 +57,13 @@ def test_package_imports_of_others_only_what_is_public_there():
     assert wrong == []
 
 
+def test_packages_export_what_they_list_and_nothing_is_exported_in_silence():
+    for package in PACKAGES:
+        nodes = TREES[ROOT / package / "__init__.py"].body
+        imports = [node for node in nodes if isinstance(node, ast.ImportFrom)]
+        assert [alias.name for node in imports for alias in node.names if alias.asname] == []
+
+
 def test_no_module_has_the_name_of_what_its_package_exports_or_of_the_standard_library():
     assert ({path.stem for path in FILES} | set(PACKAGES)) & sys.stdlib_module_names == set()
     for path in FILES:

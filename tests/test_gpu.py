@@ -22,7 +22,7 @@ from conftest import (
 )
 
 import kmp
-from kmp.gradients import gradient_statistics
+from kmp.gradients.tensor_statistics import gradient_statistics
 
 pytestmark = [
     pytest.mark.gpu,

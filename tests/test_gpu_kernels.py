@@ -8,7 +8,7 @@ from gpu_kernels import GPU, Copy, place
 
 import kmp
 from kmp.backend import tensorflow_internals
-from kmp.gradients import gradient_statistics, update_statistics
+from kmp.gradients.tensor_statistics import gradient_statistics, update_statistics
 
 pytestmark = pytest.mark.skipif(
     not tf.test.is_built_with_cuda(),

@@ -1,6 +1,6 @@
 """Training works in every mode, under every strategy and with every option of an optimizer.
 
-`policy/test_misuse_warnings.py` has the combinations that `compile` refuses.
+`enabling/test_misuse_warnings.py` has the combinations that `compile` refuses.
 """
 
 import keras

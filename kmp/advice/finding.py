@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kmp.diagnosis import INFO, Edit
-from kmp.utils import printable
+from kmp.utils.names import printable
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from kmp.diagnosis.forward_causes import (
     UnexplainedLoss,
     is_cast_of_constant,
 )
-from kmp.records import LOSS_FUNCTION
+from kmp.records.replay import LOSS_FUNCTION
 
 
 @text_of.register

@@ -10,7 +10,8 @@ from kmp.diagnosis.precision_causes import (
     WrongGradients,
     WrongOutputs,
 )
-from kmp.records import LOSS_FUNCTION, LayerError, Replay
+from kmp.records import Replay
+from kmp.records.replay import LOSS_FUNCTION, LayerError
 
 
 @text_of.register

@@ -16,7 +16,7 @@ from kmp.diagnosis.scale_causes import (
     MinScaleTooLarge,
     NonfiniteGradients,
 )
-from kmp.utils import as_power
+from kmp.utils.float_formats import as_power
 
 
 @text_of.register

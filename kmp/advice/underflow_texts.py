@@ -12,7 +12,7 @@ from kmp.diagnosis.underflow_causes import (
     UnusedVariables,
     WideRange,
 )
-from kmp.utils import as_power
+from kmp.utils.float_formats import as_power
 
 _NO_HEADROOM = "a larger loss scale would overflow, and no change was replayed: try"
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from kmp.advice.wording import counted
 from kmp.diagnosis import RunMetrics, soundness, thresholds
 from kmp.records import Replay
-from kmp.utils import DTYPES_16_BIT, FLOAT16
+from kmp.utils.float_formats import DTYPES_16_BIT, FLOAT16
 
 _FLOAT32_TRAINING = "a training in float32 to compare with"
 

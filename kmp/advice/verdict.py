@@ -6,7 +6,7 @@ from kmp.advice.finding import Finding
 from kmp.advice.unknowns import doubt, lost_norm, unknowns
 from kmp.advice.wording import counted, skipped
 from kmp.diagnosis import INFO, RunMetrics, soundness, thresholds
-from kmp.utils import as_power
+from kmp.utils.float_formats import as_power
 
 _NOT_KNOWN = "It is not known whether float16 hurts this run."
 

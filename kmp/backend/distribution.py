@@ -208,7 +208,8 @@ def variable(
 ) -> keras.Variable:
     """Returns a zero-initialized variable with a separate value on each replica.
 
-    `local_values` reads these. Elsewhere its value is that which `aggregation` names, `"sum"` or `"only_first_replica"`.
+    `local_values` reads these. Elsewhere its value is that which `aggregation` names, `"sum"` or
+    `"only_first_replica"`.
     """
     options = {"trainable": False, "autocast": False, "synchronization": "on_read"}
     return keras.Variable(

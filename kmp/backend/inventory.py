@@ -42,8 +42,8 @@ class Patch:
     is_new: bool = False
 
 
-_PATCHES = "kmp.policy.keras_patches"
-_INDICES = "kmp.policy.exact_indices"
+_PATCHES = "kmp.enabling.keras_patches"
+_INDICES = "kmp.enabling.exact_indices"
 _FIXES = "kmp.backend.trainer_fixes"
 _OVERRIDES = "kmp.backend.thread_overrides"
 _INTERNALS = "kmp.backend.tensorflow_internals"

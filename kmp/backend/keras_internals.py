@@ -15,7 +15,7 @@ import tensorflow as tf
 
 from kmp.backend.private_names import attribute, find, required
 from kmp.backend.undo import Undos
-from kmp.utils import DTYPES_16_BIT
+from kmp.utils.float_formats import DTYPES_16_BIT
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 

@@ -18,7 +18,7 @@ from kmp.backend.inventory import Reason
 from kmp.backend.patching import patches
 from kmp.backend.private_names import find
 from kmp.backend.undo import Context, ThreadLock, Undos
-from kmp.utils import FORMATS_16_BIT
+from kmp.utils.float_formats import FORMATS_16_BIT
 
 Value = TypeVar("Value")
 

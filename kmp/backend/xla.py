@@ -54,7 +54,8 @@ def masks_of(condition: tf.Tensor) -> Callable[[Sequence[int | None]], tf.Tensor
 def opaque(tensor: tf.Tensor) -> tf.Tensor:
     """Returns a tensor that XLA computes by itself.
 
-    It does not fuse, fold or share the computation with others. TensorFlow 2.21 has no public name for this barrier.
+    It does not fuse, fold or share the computation with others. TensorFlow 2.21 has no public name
+    for this barrier.
     """
     if not is_tracing():
         return tensor

@@ -13,7 +13,7 @@ import tensorflow as tf
 from kmp.bench import models
 from kmp.bench.fit_timer import Blocks, time_fit
 from kmp.bench.measurement import Measurement, comparison, in_new_process
-from kmp.policy import enable
+from kmp.enabling import enable
 
 # Threads that only launch kernels, so that they do not wait for those of the input pipeline.
 THREADS = {"TF_GPU_THREAD_MODE": "gpu_private", "TF_GPU_THREAD_COUNT": "2"}

@@ -8,11 +8,13 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from kmp import guarding, layers
-from kmp.backend import global_policy, sublayers
+from kmp import layers
+from kmp.backend.keras_internals import global_policy, sublayers
 from kmp.bench.measurement import MODES
+from kmp.guarding.guarded_step import guard_train_step
+from kmp.layers.fused_normalization import fuse_normalization
 from kmp.optimizer import LossScaleOptimizer
-from kmp.utils import FLOAT32
+from kmp.utils.float_formats import FLOAT32
 
 # How the loss is scaled.
 BARE, KERAS, OURS = "bare", "Keras", "kmp"
@@ -142,7 +144,7 @@ def compiled_model(task: Task, policy: str, scaling: str, mode: str) -> keras.Mo
         model = task.build()
     if policy != FLOAT32.name and scaling != KERAS:
         for layer in sublayers(model):
-            layers.fuse_normalization(layer)
+            fuse_normalization(layer)
     optimizer: keras.optimizers.Optimizer = keras.optimizers.Adam(1e-4)
     if scaling != BARE:
         keras_class = keras.optimizers.LossScaleOptimizer
@@ -151,7 +153,7 @@ def compiled_model(task: Task, policy: str, scaling: str, mode: str) -> keras.Mo
     options = {"jit_compile": MODES[mode], "auto_scale_loss": False}
     model.compile(optimizer, "sparse_categorical_crossentropy", **options)
     if scaling == OURS:
-        guarding.guard_train_step(model)
+        guard_train_step(model)
     return model
 
 

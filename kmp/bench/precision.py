@@ -23,7 +23,7 @@ from kmp.bench.measurement import (
     xla_error,
 )
 from kmp.bench.models import BARE, KERAS, OURS, Task, compiled_model, timed_training
-from kmp.policy import Gpu, gpus
+from kmp.enabling import Gpu, gpus
 from kmp.replay import tensor_float_32
 
 PARTS = ("precision", "resnet", "bert")

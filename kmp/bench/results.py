@@ -14,8 +14,9 @@ from rich.console import Console
 from rich.table import Table
 
 from kmp.bench.measurement import Measurement
-from kmp.policy import gpus
-from kmp.utils import __version__, atomic_files
+from kmp.enabling import gpus
+from kmp.utils import atomic_files
+from kmp.utils.version import __version__
 
 
 def run(

@@ -8,12 +8,13 @@ from typing import Any
 
 import keras
 
-from kmp import guarding
-from kmp.callbacks.training_records import Record
+from kmp.callbacks.training_records import Row
 from kmp.diagnosis import thresholds
-from kmp.guarding import all_optimizers_of
+from kmp.guarding.guarded_step import guarded_step_of, has_keras_step
+from kmp.guarding.model_optimizers import all_optimizers_of
 from kmp.optimizer import LossScaleOptimizer
-from kmp.records import Snapshot, check_record
+from kmp.records import Snapshot
+from kmp.records.jsonl import check_record
 from kmp.replay import (
     BatchCapture,
     CapturedBatch,
@@ -24,7 +25,7 @@ from kmp.replay import (
     TrainStep,
     failing_part,
     reason_of,
-    replay,
+    replay_batch,
 )
 from kmp.utils import user_messages
 
@@ -55,9 +56,9 @@ class BatchReplayer:
     """
 
     def __init__(self, model: keras.Model, optimizer: LossScaleOptimizer) -> None:
-        guard = guarding.guarded_step_of(model)
+        guard = guarded_step_of(model)
         assert guard is not None
-        is_custom = not guarding.has_keras_step(model)
+        is_custom = not has_keras_step(model)
         run = guard.own_step or functools.partial(type(model).train_step, model)
         self._model = model
         self._step = TrainStep(run, all_optimizers_of(model), is_custom)
@@ -98,7 +99,7 @@ class BatchReplayer:
 
     def replay_if_due(
         self, snapshot: Snapshot, variables: Mapping[str, Any], *, is_last: bool
-    ) -> Record | None:
+    ) -> Row | None:
         """Replays the captured batch if there is a reason to, or if training ends.
 
         Returns:
@@ -122,7 +123,7 @@ class BatchReplayer:
 
     def _replay_if_due(
         self, snapshot: Snapshot, variables: Mapping[str, Any], is_last: bool
-    ) -> Record | None:
+    ) -> Row | None:
         if self._attempts.reason:
             return None
         has_overflowed = self._has_more_overflows(snapshot)
@@ -142,7 +143,7 @@ class BatchReplayer:
 
     def _replay_overflow(
         self, captured: CapturedBatch, variables: Mapping[str, Any], snapshot: Snapshot
-    ) -> Record:
+    ) -> Row:
         """Replays the batch of a skipped step."""
         self._zero_share = max(self._zero_share, _zero_share(snapshot))
         has_failed_loss = snapshot.nonfinite_loss_count > self._seen.nonfinite_loss_count
@@ -155,7 +156,7 @@ class BatchReplayer:
 
     def _replay_healthy(
         self, captured: CapturedBatch, variables: Mapping[str, Any], snapshot: Snapshot
-    ) -> Record | None:
+    ) -> Row | None:
         """Replays a batch to compare the precisions."""
         if captured.was_skipped:  # no sample of the data
             self._request(snapshot)
@@ -168,7 +169,7 @@ class BatchReplayer:
             self._last_step = snapshot.step
         return found
 
-    def replay_stuck(self, snapshot: Snapshot, variables: Mapping[str, Any]) -> Record | None:
+    def replay_stuck(self, snapshot: Snapshot, variables: Mapping[str, Any]) -> Row | None:
         """Replays the last captured batch of a training that is stuck, unless it was replayed.
 
         Returns what `replay_if_due` does.
@@ -184,7 +185,7 @@ class BatchReplayer:
 
     def replay_again(
         self, snapshot: Snapshot, variables: Mapping[str, Any], usable_scale: float | None
-    ) -> Record:
+    ) -> Row:
         """Replays the batch of the last replay once more, after a change of the model.
 
         The loss scale is at most the usable one.
@@ -207,7 +208,7 @@ class BatchReplayer:
         snapshot: Snapshot,
         loss_scale: float,
         failed: Failure | None,
-    ) -> Record:
+    ) -> Row:
         """Replays a batch, and captures the next one. Returns the keys of a record."""
         attempts = self._attempts
         self._request(snapshot)
@@ -237,7 +238,7 @@ class BatchReplayer:
         snapshot: Snapshot,
         loss_scale: float,
         failed: Failure | None,
-    ) -> Record:
+    ) -> Row:
         """Replays a part of a batch. Returns the keys of a record."""
         began, most = time.monotonic(), self._most_seconds
         parts = self._attempts.parts(captured)
@@ -259,7 +260,7 @@ class BatchReplayer:
             snapshot.step, loss_scale, captured.batch_size, failed, self._largest_norms
         )
         try:
-            found, reference = replay(replace(passes, deadline=began + most), context)
+            found, reference = replay_batch(replace(passes, deadline=began + most), context)
         except TimeoutError:
             raise TimeoutError(
                 f"{passes.examples} examples take longer than {most:.0f} s"
@@ -269,7 +270,7 @@ class BatchReplayer:
             self._attempts.take_fewer(self._replayed)
         for each in found.gradient_errors:
             self._largest_norms[each.layer] = max(each.norm, each.largest_norm)
-        record: Record = {"replay": found}
+        record: Row = {"replay": found}
         if reference:
             record["reference"] = reference
         return record

@@ -15,8 +15,9 @@ from filelock import FileLock, Timeout
 
 from kmp.advice import advise
 from kmp.callbacks import tensorboard_events
-from kmp.callbacks.training_records import Record, record_size
-from kmp.records import FILE_NAME, LogEncoder, Run, load_run
+from kmp.callbacks.training_records import Row, record_size
+from kmp.records import Run, load_run
+from kmp.records.jsonl import FILE_NAME, LogEncoder
 from kmp.utils import atomic_files, user_messages
 
 logger = logging.getLogger("kmp")
@@ -95,7 +96,7 @@ class LogWriter:
         self._folder, self._owner = folder, weakref.ref(owner)
         self._has_failed = self._has_records = False
         self._encoder = LogEncoder()
-        self.fallbacks: list[Record] = []
+        self.fallbacks: list[Row] = []
         self.size_at_start = 0
         # The open log and the writer of the event files, unless opening them fails.
         self._lines: Any = None
@@ -138,7 +139,7 @@ class LogWriter:
             return size
         return 0
 
-    def _write_line(self, record: Record, header: Record) -> None:
+    def _write_line(self, record: Row, header: Row) -> None:
         if not self._has_records:
             if self._lines.tell():
                 self._lines.truncate(0)  # the header of a log without records
@@ -152,7 +153,7 @@ class LogWriter:
             str(self._folder), filename_suffix=tensorboard_events.SUFFIX
         )
 
-    def _write_events(self, record: Record, header: Record) -> int:
+    def _write_events(self, record: Row, header: Row) -> int:
         with self._events.as_default(step=record["step"]):
             return tensorboard_events.write(record, header.get("settings", {}).get("layers", {}))
 

@@ -8,14 +8,15 @@ from weakref import WeakSet
 
 import keras
 
-from kmp.backend import compute_dtypes
+from kmp.backend.keras_internals import compute_dtypes
 from kmp.callbacks.stuck_detector import StuckError
 from kmp.callbacks.training import Training
 from kmp.callbacks.training_records import RECORDED, Logs, PathLike
-from kmp.gradients import NEVER
+from kmp.gradients.sampling_clock import NEVER
 from kmp.optimizer import LossScaleOptimizer
 from kmp.records import Run
-from kmp.utils import FLOAT16, user_messages, validation
+from kmp.utils import user_messages, validation
+from kmp.utils.float_formats import FLOAT16
 
 logger = logging.getLogger("kmp")
 _logged_models: WeakSet[keras.Model] = WeakSet()

@@ -15,16 +15,18 @@ from kmp.callbacks.training_records import (
     LOSS_SCALE,
     OVERFLOWS,
     Logs,
-    Record,
+    Row,
     header,
     metrics_record,
     record_of,
     record_size,
 )
-from kmp.gradients import NEVER, paths_of
+from kmp.gradients.gradient_sampler import paths_of
+from kmp.gradients.sampling_clock import NEVER
 from kmp.optimizer import LossScaleOptimizer
 from kmp.records import GradientSample, Run, Snapshot
-from kmp.utils import matching_indices, user_messages
+from kmp.utils import user_messages
+from kmp.utils.names import matching_indices
 
 BUDGET = 4_000_000  # bytes of records, in memory or on disk, after which the interval doubles
 _MOST_DOUBLINGS = 40
@@ -98,7 +100,7 @@ class Recorder:
         if self.sampling:
             self.sampling.start(snapshot, self._interval)
 
-    def _rows_before(self) -> list[Record]:
+    def _rows_before(self) -> list[Row]:
         return [row for row in self.run.rows if row["step"] <= self.first_step]
 
     def open_log(self) -> None:
@@ -113,7 +115,7 @@ class Recorder:
             self._size = max(self._size, self._writer.size_at_start)
 
     @property
-    def earlier_fallbacks(self) -> list[Record]:
+    def earlier_fallbacks(self) -> list[Row]:
         """The `fallback` records in the log that this training continues."""
         return self._writer.fallbacks if self._writer else []
 
@@ -165,7 +167,7 @@ class Recorder:
             self.sampling.sample_next_step(self._interval)
         return True
 
-    def _add_sample(self, sample: GradientSample, snapshot: Snapshot, record: Record) -> None:
+    def _add_sample(self, sample: GradientSample, snapshot: Snapshot, record: Row) -> None:
         """Adds a sample to the record of its step, or before it, as a record of its own."""
         norm = sample.total_norm
         found = {
@@ -181,7 +183,7 @@ class Recorder:
         if math.isfinite(norm):
             self.logged[GRADIENTS] = norm
 
-    def add(self, record: Record) -> None:
+    def add(self, record: Row) -> None:
         """Adds a record to `run` and the log; without a `step`, that of the last read step."""
         if self.has_trained and "layers" not in self.run.settings:  # built by the first step
             self.run.header = header(self._model, self._optimizer, has_trained=True)

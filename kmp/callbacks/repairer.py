@@ -4,27 +4,28 @@ from collections.abc import Sequence
 
 import keras
 
-from kmp import guarding
 from kmp.advice import Finding
 from kmp.advice.diagnose import finding_of
-from kmp.backend import (
+from kmp.backend.keras_internals import (
     computing_layers,
     direct_sublayers,
-    dtype_policies_replaced,
     is_keras_class,
     is_passthrough,
     layers_in_16_bits,
     sublayers,
 )
+from kmp.backend.thread_overrides import dtype_policies_replaced
 from kmp.callbacks.batch_replayer import BatchReplayer
 from kmp.callbacks.recorder import Recorder
-from kmp.callbacks.training_records import Record
+from kmp.callbacks.training_records import Row
 from kmp.diagnosis import Cure, RunMetrics, cure_of
 from kmp.diagnosis.precision_causes import Repaired
 from kmp.diagnosis.soundness import is_harmful
+from kmp.guarding.guarded_step import guarded_step_of
 from kmp.optimizer import LossScaleOptimizer
 from kmp.records import Replay
-from kmp.utils import FLOAT32, user_messages
+from kmp.utils import user_messages
+from kmp.utils.float_formats import FLOAT32
 
 
 class Repairer:
@@ -75,7 +76,7 @@ class Repairer:
         self._set_to_float32(changed)
         # The log has the record. The run in memory begins here, with the counts of the optimizer.
         snapshot, reason = self._optimizer.snapshot(), rows[-1].get("fallback_reason", "")
-        record: Record = {
+        record: Row = {
             "step": snapshot.step,
             "fallback": list(paths),
             "fallback_reason": reason,
@@ -110,7 +111,7 @@ class Repairer:
         self._apply(cure, changed, proof)
         return True
 
-    def _proof(self, cure: Cure, changed: Sequence[keras.Layer]) -> Record | None:
+    def _proof(self, cure: Cure, changed: Sequence[keras.Layer]) -> Row | None:
         """Replays the batch with the cure. Returns the record of a sound replay."""
         float32 = keras.DTypePolicy(FLOAT32.name)
         policies = ((layer, float32) for layer in changed)
@@ -127,7 +128,7 @@ class Repairer:
             return None
         return proof
 
-    def _apply(self, cure: Cure, changed: Sequence[keras.Layer], proof: Record) -> None:
+    def _apply(self, cure: Cure, changed: Sequence[keras.Layer], proof: Row) -> None:
         finding = finding_of(cure.cause, RunMetrics(self._recorder.run))
         self._set_to_float32(changed)
         if not cure.replay.is_finite:
@@ -148,7 +149,7 @@ class Repairer:
     def _set_to_float32(self, changed: Sequence[keras.Layer]) -> None:
         for layer in changed:
             layer.dtype_policy = FLOAT32.name
-        guard = guarding.guarded_step_of(self._model)
+        guard = guarded_step_of(self._model)
         if guard:
             guard.has_fallback = True
         self._model.make_train_function(force=True)

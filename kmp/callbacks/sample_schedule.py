@@ -4,7 +4,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from kmp.gradients import NEVER, copies_of, with_updates
+from kmp.gradients.gradient_sampler import copies_of, with_updates
+from kmp.gradients.sampling_clock import NEVER
 from kmp.optimizer import LossScaleOptimizer
 from kmp.records import GradientSample, Snapshot
 

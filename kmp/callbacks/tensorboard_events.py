@@ -11,14 +11,10 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from kmp.records import (
-    FIRST_EXPONENT,
-    ExponentHistogram,
-    GradientSample,
-    scalars,
-    stable_name,
-    stable_names,
-)
+from kmp.records import ExponentHistogram, GradientSample
+from kmp.records.exponent_histogram import FIRST_EXPONENT
+from kmp.records.layer_names import stable_name, stable_names
+from kmp.records.run import scalars
 
 SUFFIX = ".kmp"  # of the event files
 

@@ -5,7 +5,6 @@ from typing import Any
 
 import keras
 
-from kmp import guarding
 from kmp.backend import distribution
 from kmp.callbacks import stuck_detector
 from kmp.callbacks.batch_replayer import BatchReplayer
@@ -13,7 +12,8 @@ from kmp.callbacks.recorder import Recorder
 from kmp.callbacks.repairer import Repairer
 from kmp.callbacks.report_writer import ReportWriter
 from kmp.callbacks.stuck_detector import Streak, StuckDetector
-from kmp.callbacks.training_records import Logs, Record
+from kmp.callbacks.training_records import Logs, Row
+from kmp.guarding.guarded_step import guard_train_step
 from kmp.optimizer import LossScaleOptimizer
 
 _CHECKED_EVERY = 32  # batches; each check copies 64 bytes from the device
@@ -56,7 +56,7 @@ class Training:
         has_one_replica = model.distribute_strategy.num_replicas_in_sync == 1
         is_new = self.recorder.prepare()
         if is_of_model:
-            is_new |= guarding.guard_train_step(model)
+            is_new |= guard_train_step(model)
         if monitor.replay and is_of_model and has_one_replica:
             self._replayer = BatchReplayer(model, self._optimizer)
             is_new |= self._replayer.is_new
@@ -162,7 +162,7 @@ class Training:
             snapshot = self.recorder.previous
             self._add(self._replayer.replay_if_due(snapshot, variables, is_last=is_last))
 
-    def _add(self, found: Record | None) -> None:
+    def _add(self, found: Row | None) -> None:
         if found:
             self.recorder.add(found)
 

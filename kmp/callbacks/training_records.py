@@ -13,37 +13,34 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from kmp import guarding
-from kmp.backend import (
+from kmp.backend import keras_internals
+from kmp.backend.keras_internals import (
     compute_dtypes,
     created_layers,
     is_keras_class,
-    keras_internals,
     output_layers,
     sublayers,
 )
-from kmp.gradients import paths_of
+from kmp.gradients.gradient_sampler import paths_of
+from kmp.guarding.guarded_step import has_keras_step, is_built
 from kmp.optimizer import LossScaleOptimizer
-from kmp.records import (
-    HIGHEST_NUMBER,
-    MOST_METRICS,
-    RECORD_KEYS,
-    SAMPLE_KEYS,
-    SCHEMA,
-    Snapshot,
-    compact,
-)
-from kmp.utils import FLOAT32, validation
+from kmp.records import Snapshot
+from kmp.records.compact_sample import compact
+from kmp.records.jsonl import RECORD_KEYS, SAMPLE_KEYS
+from kmp.records.log_schema import SCHEMA
+from kmp.records.log_types import HIGHEST_NUMBER, MOST_METRICS
+from kmp.utils import validation
+from kmp.utils.float_formats import FLOAT32
 
 # What can be recorded, by the key that it adds to Keras' `logs`.
 LOSS_SCALE, OVERFLOWS, GRADIENTS = RECORDED = ("loss_scale", "overflow_count", "grad_norm")
 
-Record = dict[str, Any]
+Row = dict[str, Any]  # of a run: a record, see `kmp.records`
 Logs = dict[str, Any] | None
 PathLike = str | os.PathLike[str]
 
 
-def header(model: keras.Model, optimizer: LossScaleOptimizer, has_trained: bool = False) -> Record:
+def header(model: keras.Model, optimizer: LossScaleOptimizer, has_trained: bool = False) -> Row:
     """Returns the first line of a log: the time, the versions and the settings of the training.
 
     The paths of layers are known after the first step, or if all of them are built.
@@ -51,7 +48,7 @@ def header(model: keras.Model, optimizer: LossScaleOptimizer, has_trained: bool 
     settings = _settings_of_optimizer(optimizer)
     settings |= _settings_of_model(model)
     settings |= _settings_of_variables(model, optimizer)
-    if has_trained or guarding.is_built(model):
+    if has_trained or is_built(model):
         settings |= _settings_of_layers(model)
     return {
         "schema": SCHEMA,
@@ -64,7 +61,7 @@ def header(model: keras.Model, optimizer: LossScaleOptimizer, has_trained: bool 
     }
 
 
-def _settings_of_optimizer(optimizer: LossScaleOptimizer) -> Record:
+def _settings_of_optimizer(optimizer: LossScaleOptimizer) -> Row:
     inner = optimizer.inner_optimizer
     settings = {"rule": type(optimizer.rule).__name__, **dataclasses.asdict(optimizer.rule)}
     settings["settings_call"] = optimizer.settings_call
@@ -81,18 +78,18 @@ def _settings_of_optimizer(optimizer: LossScaleOptimizer) -> Record:
     return settings
 
 
-def _settings_of_model(model: keras.Model) -> Record:
+def _settings_of_model(model: keras.Model) -> Row:
     return {
         "model": model.name,
         "policy": model.dtype_policy.name,
         "compute_dtypes": sorted(compute_dtypes(model)),
-        "train_step": "keras" if guarding.has_keras_step(model) else "custom",
+        "train_step": "keras" if has_keras_step(model) else "custom",
         "replicas": model.distribute_strategy.num_replicas_in_sync,
         "steps_per_execution": model.steps_per_execution,
     }
 
 
-def _settings_of_variables(model: keras.Model, optimizer: LossScaleOptimizer) -> Record:
+def _settings_of_variables(model: keras.Model, optimizer: LossScaleOptimizer) -> Row:
     """Returns the dtypes of the trainable variables.
 
     A variable may be shared between layers: it counts as float32 if only float32 layers use it.
@@ -120,7 +117,7 @@ def _settings_of_variables(model: keras.Model, optimizer: LossScaleOptimizer) ->
     }
 
 
-def _settings_of_layers(model: keras.Model) -> Record:
+def _settings_of_layers(model: keras.Model) -> Row:
     created = created_layers(model)
     return {
         "parameters": sum(math.prod(weight.shape) for weight in model.weights),
@@ -129,12 +126,12 @@ def _settings_of_layers(model: keras.Model) -> Record:
     }
 
 
-def record_of(snapshot: Snapshot, previous: Snapshot, recorded: Collection[str]) -> Record:
+def record_of(snapshot: Snapshot, previous: Snapshot, recorded: Collection[str]) -> Row:
     """Returns the record of the steps between two snapshots, at least one.
 
     It has what is `recorded`: `LOSS_SCALE`, `OVERFLOWS` or both.
     """
-    record: Record = {"step": snapshot.step}
+    record: Row = {"step": snapshot.step}
     if LOSS_SCALE in recorded:
         record |= {"loss_scale": snapshot.loss_scale, "clean_steps": snapshot.clean_steps}
     if OVERFLOWS not in recorded:
@@ -159,7 +156,7 @@ def record_of(snapshot: Snapshot, previous: Snapshot, recorded: Collection[str])
     return record
 
 
-def metrics_record(step: int, epoch: int, values: Mapping[str, Any]) -> Record:
+def metrics_record(step: int, epoch: int, values: Mapping[str, Any]) -> Row:
     """Returns the record of an epoch: those of Keras' `logs` that are numbers.
 
     Without those that a log cannot hold.

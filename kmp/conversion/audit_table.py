@@ -11,7 +11,8 @@ from rich.text import Text
 from kmp.conversion.op_rule import NEEDS_FLOAT32
 from kmp.conversion.plan import Plan
 from kmp.conversion.step_traffic import StepTraffic
-from kmp.utils import DTYPES_16_BIT, FLOAT32, printable
+from kmp.utils.float_formats import DTYPES_16_BIT, FLOAT32
+from kmp.utils.names import printable
 
 _WIDTH = 120  # characters, outside a terminal
 _MOST_IN_SUMMARY = 6

@@ -6,7 +6,8 @@ from typing import Any
 
 import keras
 
-from kmp.backend import compute_dtypes, is_keras_class, is_passthrough, jit_compilation
+from kmp.backend.jit_support import jit_compilation
+from kmp.backend.keras_internals import compute_dtypes, is_keras_class, is_passthrough
 from kmp.conversion.audit_table import Audit, Row
 from kmp.conversion.cloning import clone_model
 from kmp.conversion.measurement import ActivationStatistics, measure_activations
@@ -22,7 +23,7 @@ from kmp.conversion.op_rule import FOLLOWS_INPUTS
 from kmp.conversion.plan import Plan, make_plan
 from kmp.conversion.step_traffic import step_traffic
 from kmp.conversion.tensor_cores import unaligned_dimensions
-from kmp.utils import DTYPES_16_BIT, FLOAT32, FORMATS_16_BIT, FloatFormat
+from kmp.utils.float_formats import DTYPES_16_BIT, FLOAT32, FORMATS_16_BIT, FloatFormat
 
 
 def audit(model: keras.Model, batch: Any = None, policy: str = "mixed_float16") -> Audit:

@@ -8,13 +8,17 @@ from typing import Any
 import keras
 
 from kmp import layers
-from kmp.backend import global_policy, sublayers
+from kmp.backend.keras_internals import global_policy, sublayers
 from kmp.conversion.config_references import References
 from kmp.conversion.layer_state import Pair, copy_state
 from kmp.conversion.model_parts import Part, children_of, has_float_dtype
 from kmp.conversion.plan import Plan
 from kmp.conversion.rebuilding import Task, way_of
-from kmp.utils import FLOAT32, path_and_parents
+from kmp.layers.float32_classes import only_in_float32
+from kmp.layers.float32_rules import reason_for_float32
+from kmp.layers.fused_normalization import fuse_normalization, unfuse_normalization
+from kmp.utils.float_formats import FLOAT32
+from kmp.utils.names import path_and_parents
 
 Operations = dict[str, keras.Operation]
 
@@ -45,13 +49,13 @@ def clone_model(
     try:
         # Code of custom classes may call the layers that it creates at once: their policies cannot
         # be set later.
-        with layers.only_in_float32(kept), policy, model.distribute_strategy.scope():
+        with only_in_float32(kept), policy, model.distribute_strategy.scope():
             clone = cloning.clone_of_model()
     finally:
         random.setstate(random_state)
     pairs = list(cloning.pairs(model, clone))
     cloning.set_policies(pairs)  # of sublayers that are created in `build`
-    set_normalization = layers.fuse_normalization if plan else layers.unfuse_normalization
+    set_normalization = fuse_normalization if plan else unfuse_normalization
     for layer in sublayers(clone):
         set_normalization(layer)
     copy_state(model, clone, pairs)
@@ -70,7 +74,7 @@ def _listed_layers(parts: list[Part], plan: Plan) -> tuple[set[type], set[str]]:
     kept: set[type] = set()
     removed: set[str] = set()
     for part in parts:
-        if not part.is_layer or not layers.reason_for_float32(part.operation, plan.compute_dtype):
+        if not part.is_layer or not reason_for_float32(part.operation, plan.compute_dtype):
             continue
         if plan.policy_of(part.path) == FLOAT32.name:
             kept.add(type(part.operation))

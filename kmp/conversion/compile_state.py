@@ -4,9 +4,11 @@ from typing import Any
 
 import keras
 
-from kmp.backend import defining_class, is_keras_class, keras_internals
+from kmp.backend import keras_internals
+from kmp.backend.keras_internals import defining_class, is_keras_class
+from kmp.enabling import wrap
+from kmp.enabling.optimizers import rewrap
 from kmp.optimizer import LossScaleOptimizer
-from kmp.policy import rewrap, wrap
 from kmp.scaling import FixedScale
 from kmp.utils import user_messages
 

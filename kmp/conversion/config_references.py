@@ -11,7 +11,7 @@ from typing import Any
 
 import keras
 
-from kmp.backend import defining_class
+from kmp.backend.keras_internals import defining_class
 from kmp.conversion.model_parts import Config, children_of
 
 # Their `from_config` passes all values to `__init__`, without deserialization.

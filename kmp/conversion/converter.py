@@ -8,14 +8,14 @@ from typing import Any
 
 import keras
 
-from kmp.backend import compute_dtypes
+from kmp.backend.keras_internals import compute_dtypes
 from kmp.conversion.cloning import clone_model
 from kmp.conversion.compile_state import transfer_compile_state
 from kmp.conversion.measurement import Statistics, measure_activations
 from kmp.conversion.model_parts import Part, check_built, check_not_float64, is_quantized, parts_of
 from kmp.conversion.op_rule import NEEDS_FLOAT32
 from kmp.conversion.plan import Plan, extend_plan, make_plan
-from kmp.utils import DTYPES_16_BIT, FLOAT16, FORMATS_16_BIT
+from kmp.utils.float_formats import DTYPES_16_BIT, FLOAT16, FORMATS_16_BIT
 
 logger = logging.getLogger("kmp")
 

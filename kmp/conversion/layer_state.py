@@ -9,7 +9,7 @@ from typing import Any
 import keras
 from keras import ops
 
-from kmp.backend import rnn_states
+from kmp.backend.keras_internals import rnn_states
 
 Pair = tuple[Any, Any]  # an original and its clone
 

@@ -9,8 +9,10 @@ import keras
 import numpy as np
 from keras import ops
 
-from kmp.backend import instance_attribute, state_restored
-from kmp.utils import FloatFormat, user_messages
+from kmp.backend.keras_internals import instance_attribute
+from kmp.backend.state_rollback import state_restored
+from kmp.utils import user_messages
+from kmp.utils.float_formats import FloatFormat
 
 
 class ActivationStatistics:

@@ -9,18 +9,18 @@ from typing import Any
 
 import keras
 
-from kmp.backend import (
+from kmp.backend import keras_internals
+from kmp.backend.keras_internals import (
     compute_dtypes,
     defining_class,
     direct_sublayers,
     is_keras_class,
     is_passthrough,
-    keras_internals,
     sublayers,
 )
 from kmp.conversion.op_rule import FOLLOWS_INPUTS, OpRule
 from kmp.conversion.precision_rules import rule_for
-from kmp.utils import unique_names
+from kmp.utils.names import unique_names
 
 WRAPPERS = (
     keras.layers.Wrapper,

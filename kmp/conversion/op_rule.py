@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from kmp.utils import FORMATS_16_BIT
+from kmp.utils.float_formats import FORMATS_16_BIT
 
 RUNS_IN_16_BITS = "16 bits"
 FOLLOWS_INPUTS = "follows its inputs"

@@ -18,8 +18,9 @@ from kmp.conversion.op_rule import (
     OpRule,
     rules_of_constants,
 )
-from kmp.layers import TOO_FEW_BITS, Float32Operation
-from kmp.utils import FLOAT16
+from kmp.layers.float32 import Float32Operation
+from kmp.layers.float32_rules import TOO_FEW_BITS
+from kmp.utils.float_formats import FLOAT16
 
 _TORCH = "torch.amp's op reference"
 _GRAPPLER = "TensorFlow's auto_mixed_precision_lists.h"

@@ -15,7 +15,9 @@ import keras
 from kmp.backend import keras_internals
 from kmp.conversion.model_parts import WRAPPERS, Part, output_operations
 from kmp.conversion.op_rule import FOLLOWS_INPUTS, NEEDS_FLOAT32
-from kmp.utils import FLOAT32, FORMATS_16_BIT, atomic_files, path_and_parents, validation
+from kmp.utils import atomic_files, validation
+from kmp.utils.float_formats import FLOAT32, FORMATS_16_BIT
+from kmp.utils.names import path_and_parents
 
 CONVERSION_POLICIES = ("mixed_float16", "mixed_bfloat16", "float16", "bfloat16")
 

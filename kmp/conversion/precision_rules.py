@@ -15,8 +15,8 @@ from dataclasses import dataclass
 
 import keras
 
-from kmp import layers
-from kmp.backend import is_keras_class, is_passthrough, keras_internals, sublayers
+from kmp.backend import keras_internals
+from kmp.backend.keras_internals import is_keras_class, is_passthrough, sublayers
 from kmp.conversion.op_rule import (
     FOLLOWS_INPUTS,
     NEEDS_FLOAT32,
@@ -25,7 +25,8 @@ from kmp.conversion.op_rule import (
     rules_of_constants,
 )
 from kmp.conversion.operation_rules import rules_of_operation
-from kmp.policy import exact_indices
+from kmp.enabling import exact_indices
+from kmp.layers.float32_rules import Moment, float32_rule
 
 _KERAS = "Keras' source"
 _NOT_EXAMINED = "a custom layer: kmp does not examine its `call`"
@@ -77,7 +78,7 @@ def rule_for(operation: keras.Operation, policy: str = "mixed_float16") -> OpRul
 def _rules_of_layer(layer: keras.Layer, policy: keras.DTypePolicy) -> Iterator[OpRule]:
     """Yields the rules that match a layer; the first applies."""
     dtype = policy.compute_dtype
-    needed = layers.float32_rule(layer, policy, layers.Moment.CONVERSION)
+    needed = float32_rule(layer, policy, Moment.CONVERSION)
     if needed:
         yield OpRule(NEEDS_FLOAT32, needed.reason(dtype), needed.source)
     epsilon = getattr(layer, "epsilon", None)

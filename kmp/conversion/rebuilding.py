@@ -13,12 +13,12 @@ from typing import Any
 import keras
 
 from kmp import layers
-from kmp.backend import (
+from kmp.backend import keras_internals
+from kmp.backend.keras_internals import (
     defining_class,
     functional_outputs,
     global_policy,
     is_keras_class,
-    keras_internals,
     unconnected_copy,
 )
 from kmp.conversion.config_references import References, referring_config
@@ -30,8 +30,8 @@ from kmp.conversion.model_parts import (
     is_graph,
     refused_arguments,
 )
-from kmp.layers import Float32Operation
-from kmp.utils import DTYPES_16_BIT, FLOAT32
+from kmp.layers.float32 import Float32Operation
+from kmp.utils.float_formats import DTYPES_16_BIT, FLOAT32
 
 _KERAS_CLASSES = {
     layers.Softmax: keras.layers.Softmax,

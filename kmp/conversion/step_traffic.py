@@ -9,14 +9,10 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from kmp.backend import (
-    Traffic,
-    direct_sublayers,
-    is_passthrough,
-    keras_internals,
-    state_restored,
-    traffic_of,
-)
+from kmp.backend import keras_internals
+from kmp.backend.graph_traffic import Traffic, traffic_of
+from kmp.backend.keras_internals import direct_sublayers, is_passthrough
+from kmp.backend.state_rollback import state_restored
 
 _BATCH_SIZE = 32  # of a model that takes any
 _OUTSIDE = "operations outside layers"

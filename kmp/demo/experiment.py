@@ -18,8 +18,8 @@ import numpy as np
 import tensorflow as tf
 
 from kmp import callbacks, layers
+from kmp.enabling import enable, wrap
 from kmp.optimizer import LossScaleOptimizer
-from kmp.policy import enable, wrap
 from kmp.records import Run, load_run
 
 SEEDS = (0, 1, 2)

@@ -13,7 +13,7 @@ from rich.table import Table
 from kmp import plots, report
 from kmp.demo import experiment
 from kmp.demo.experiment import BATCH_SIZE, GROWTH_INTERVAL, LABEL_WEIGHT, SEEDS, Result, Variant
-from kmp.utils import FLOAT16, as_power
+from kmp.utils.float_formats import FLOAT16, as_power
 
 Results = dict[Variant, list[Result]]
 

@@ -5,7 +5,8 @@ from dataclasses import dataclass
 from kmp.diagnosis import edits, thresholds
 from kmp.diagnosis.cause import ERROR, WARNING, Cause, Edits, PrepareData, SetArguments
 from kmp.diagnosis.run_metrics import RunMetrics, name_of
-from kmp.records import BATCH_X, BATCH_Y, InvalidTargets, NonfinitePart, Replay
+from kmp.records import Replay
+from kmp.records.replay import BATCH_X, BATCH_Y, InvalidTargets, NonfinitePart
 
 _NORMALIZE = PrepareData("x = (x - x.mean(axis=0)) / (x.std(axis=0) + 1e-6)")
 

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from kmp.utils import printable
+from kmp.utils.names import printable
 
 ERROR, WARNING, INFO = SEVERITIES = ("error", "warning", "info")
 

@@ -7,7 +7,7 @@ from kmp.diagnosis import soundness, thresholds
 from kmp.diagnosis.cause import ComputeInFloat32, Edits, SetArguments
 from kmp.diagnosis.run_metrics import RunMetrics, name_of
 from kmp.records import Replay
-from kmp.utils import FLOAT32
+from kmp.utils.float_formats import FLOAT32
 
 IN_FLOAT32 = SetArguments("kmp.enable", {"policy": "'float32'"})
 

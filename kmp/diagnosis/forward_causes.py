@@ -7,8 +7,9 @@ from kmp.diagnosis import edits, precision_causes, soundness
 from kmp.diagnosis.batch_causes import NonfiniteData, invalid_targets
 from kmp.diagnosis.cause import WARNING, Cause
 from kmp.diagnosis.run_metrics import RunMetrics
-from kmp.records import LOSS_FUNCTION, NonfiniteOperation, Replay
-from kmp.utils import FLOAT16
+from kmp.records import Replay
+from kmp.records.replay import LOSS_FUNCTION, NonfiniteOperation
+from kmp.utils.float_formats import FLOAT16
 
 DIVISIONS = ("RealDiv", "Rsqrt", "Reciprocal", "Inv", "Div", "Xdivy", "Pow")
 LOGARITHMS = ("Log", "Log1p", "Xlogy", "Xlog1py")

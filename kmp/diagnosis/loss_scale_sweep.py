@@ -14,8 +14,10 @@ from kmp.diagnosis.sample_statistics import (
     unscaled_counts,
     usable,
 )
-from kmp.records import RUN_EXPECTED, GradientSample, Run
-from kmp.utils import FLOAT16, FLOAT32, validation
+from kmp.records import GradientSample, Run
+from kmp.records.run import RUN_EXPECTED
+from kmp.utils import validation
+from kmp.utils.float_formats import FLOAT16, FLOAT32
 
 # Smallest magnitude that rounds to Inf in float16, with rounding to nearest: the maximum plus half
 # a unit.

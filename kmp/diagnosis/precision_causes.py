@@ -6,7 +6,8 @@ from typing import Any
 from kmp.diagnosis import edits, soundness, thresholds
 from kmp.diagnosis.cause import ERROR, INFO, WARNING, Cause
 from kmp.diagnosis.run_metrics import RunMetrics
-from kmp.records import LOSS_FUNCTION, GradientError, LayerError, Replay, StateError
+from kmp.records import Replay
+from kmp.records.replay import LOSS_FUNCTION, GradientError, LayerError, StateError
 
 
 @dataclass(frozen=True, kw_only=True)

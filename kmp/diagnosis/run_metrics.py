@@ -13,8 +13,11 @@ import numpy as np
 from kmp.diagnosis import soundness, thresholds
 from kmp.diagnosis.loss_scale_sweep import WhatIf, sweep
 from kmp.diagnosis.sample_statistics import counts_below, statistics, unscaled_counts, usable
-from kmp.records import LOSS_FUNCTION, Replay, Run, layer_of
-from kmp.utils import FLOAT16, path_and_parents
+from kmp.records import Replay, Run
+from kmp.records.gradient_sample import layer_of
+from kmp.records.replay import LOSS_FUNCTION
+from kmp.utils.float_formats import FLOAT16
+from kmp.utils.names import path_and_parents
 
 
 class RunMetrics:

@@ -11,8 +11,9 @@ from functools import cached_property
 import numpy as np
 
 from kmp.diagnosis import thresholds
-from kmp.records import FIRST_EXPONENT, INF_BIN, ZERO_BIN, GradientSample, Run
-from kmp.utils import FLOAT16
+from kmp.records import GradientSample, Run
+from kmp.records.exponent_histogram import FIRST_EXPONENT, INF_BIN, ZERO_BIN
+from kmp.utils.float_formats import FLOAT16
 
 _FIRST_NORMAL_BIN = ZERO_BIN + 1 + FLOAT16.min_exponent - FIRST_EXPONENT
 

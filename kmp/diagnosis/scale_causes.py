@@ -7,8 +7,9 @@ from kmp.diagnosis import edits, forward_causes, soundness, thresholds
 from kmp.diagnosis.cause import ERROR, INFO, WARNING, Cause, SetArguments
 from kmp.diagnosis.forward_causes import DIVISIONS, LOGARITHMS, NonfiniteForward
 from kmp.diagnosis.run_metrics import RunMetrics
-from kmp.records import LOSS_FUNCTION, NonfiniteOperation, Replay
-from kmp.utils import FLOAT16
+from kmp.records import Replay
+from kmp.records.replay import LOSS_FUNCTION, NonfiniteOperation
+from kmp.utils.float_formats import FLOAT16
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,13 +3,13 @@
 from collections.abc import Iterable, Sequence
 
 from kmp.diagnosis import thresholds
-from kmp.records import (
+from kmp.records import Replay
+from kmp.records.replay import (
     LOSS_FUNCTION,
     GradientError,
     LayerError,
     LostWeight,
     NonfiniteOperation,
-    Replay,
     StateError,
 )
 

@@ -12,7 +12,7 @@ from kmp.diagnosis.cause import Cause, Edit, Edits, SetArguments
 from kmp.diagnosis.run_metrics import RunMetrics, name_of
 from kmp.diagnosis.sample_statistics import counts_below, unscaled_counts
 from kmp.records import GradientSample
-from kmp.utils import BFLOAT16, FLOAT16, FLOAT32, FloatFormat
+from kmp.utils.float_formats import BFLOAT16, FLOAT16, FLOAT32, FloatFormat
 
 LARGEST_LOST = 2.0**FLOAT16.flush_exponent  # a square that is 0 in float16
 # Those that divide by the root of a mean of squares, plus epsilon.

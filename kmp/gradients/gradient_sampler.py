@@ -10,13 +10,14 @@ import numpy as np
 import tensorflow as tf
 from keras import ops
 
-from kmp.backend import distribution, outlined
+from kmp.backend import distribution
+from kmp.backend.xla import outlined
 from kmp.gradients.sampling_clock import NEVER, SamplingClock
 from kmp.gradients.tensor_groups import Gradients, Variables, values_of
 from kmp.gradients.tensor_statistics import gradient_statistics, update_statistics
 from kmp.gradients.unscaling import is_overwritten, multiply_gradients
 from kmp.records import BIN_COUNT, GradientSample
-from kmp.utils import unique_names
+from kmp.utils.names import unique_names
 
 
 def paths_of(variables: Variables) -> list[str]:

@@ -8,7 +8,7 @@ import numpy as np
 import tensorflow as tf
 from keras import ops
 
-from kmp.utils import FLOAT32
+from kmp.utils.float_formats import FLOAT32
 
 Gradients = Sequence[Any]  # of tensors, `tf.IndexedSlices` or `None`
 Variables = Sequence[Any]  # of `keras.Variable` or `tf.Variable`

@@ -20,8 +20,9 @@ from kmp.gradients.tensor_groups import (
     join,
     values_of,
 )
-from kmp.records import BIN_COUNT, INF_BIN, NAN_BIN, ZERO_BIN
-from kmp.utils import FLOAT16, FLOAT32
+from kmp.records import BIN_COUNT
+from kmp.records.exponent_histogram import INF_BIN, NAN_BIN, ZERO_BIN
+from kmp.utils.float_formats import FLOAT16, FLOAT32
 
 # Outside XLA, only operations with a TensorFlow GPU kernel are used: on int32, addition,
 # comparison, concatenation, reduction and even reshaping run on the host, and `tf.split` on int64.

@@ -6,7 +6,8 @@ import numpy as np
 import tensorflow as tf
 from keras import ops
 
-from kmp.backend import outlined, xla
+from kmp.backend import xla
+from kmp.backend.xla import outlined
 from kmp.gradients.tensor_groups import (
     Gradients,
     Variables,
@@ -16,7 +17,7 @@ from kmp.gradients.tensor_groups import (
     rows_of,
     values_of,
 )
-from kmp.utils import DTYPES_16_BIT, FLOAT32
+from kmp.utils.float_formats import DTYPES_16_BIT, FLOAT32
 
 _LARGEST_JOINED = 2**20  # elements; joining copies them
 

@@ -9,7 +9,9 @@ import keras
 import tensorflow as tf
 from keras import ops
 
-from kmp.backend import Reason, distribution, keras_internals, patches
+from kmp.backend import distribution, keras_internals
+from kmp.backend.inventory import Reason
+from kmp.backend.patching import patches
 
 
 class SavedValue(NamedTuple):

@@ -7,7 +7,8 @@ import keras
 import tensorflow as tf
 from keras import ops
 
-from kmp.backend import call_if, distribution
+from kmp.backend import distribution
+from kmp.backend.xla import call_if
 from kmp.guarding.assignments import SavedValue
 from kmp.guarding.guarded_state import assign_where
 from kmp.guarding.step_result import any_of

@@ -7,7 +7,9 @@ from typing import Any
 import keras
 from keras import ops
 
-from kmp.backend import call_if, keras_internals, rnn_states, sublayers, xla
+from kmp.backend import keras_internals, xla
+from kmp.backend.keras_internals import rnn_states, sublayers
+from kmp.backend.xla import call_if
 from kmp.guarding.assignments import SavedValue, assignments_recorded, creations_recorded
 from kmp.guarding.step_result import StepResult, StepWatch
 from kmp.optimizer import LossScaleOptimizer

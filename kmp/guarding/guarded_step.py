@@ -7,7 +7,8 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from kmp.backend import keras_internals, sublayers
+from kmp.backend import keras_internals
+from kmp.backend.keras_internals import sublayers
 from kmp.guarding.finite_metrics import FiniteMetrics
 from kmp.guarding.guarded_state import GuardedState, compiles_steps
 from kmp.guarding.model_optimizers import optimizers_of

@@ -5,7 +5,7 @@ from typing import Any
 
 import keras
 
-from kmp.backend import sublayers
+from kmp.backend.keras_internals import sublayers
 from kmp.optimizer import LossScaleOptimizer
 
 

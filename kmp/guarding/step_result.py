@@ -7,7 +7,8 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 from keras import ops
 
-from kmp.optimizer import COUNT_INDEX, LossScaleOptimizer
+from kmp.optimizer import LossScaleOptimizer
+from kmp.optimizer.counters import COUNT_INDEX
 
 
 class StepResult(NamedTuple):

@@ -6,7 +6,8 @@ import keras
 from keras import ops
 
 from kmp.layers.fused_normalization import batch_normalization
-from kmp.utils import DTYPES_16_BIT, validation
+from kmp.utils import validation
+from kmp.utils.float_formats import DTYPES_16_BIT
 
 
 @keras.saving.register_keras_serializable("kmp")

@@ -11,8 +11,10 @@ from typing import Any
 
 import keras
 
-from kmp.backend import global_policy, keras_internals, sublayers
-from kmp.utils import DTYPES_16_BIT, validation
+from kmp.backend import keras_internals
+from kmp.backend.keras_internals import global_policy, sublayers
+from kmp.utils import validation
+from kmp.utils.float_formats import DTYPES_16_BIT
 
 
 @keras.saving.register_keras_serializable("kmp")

@@ -8,9 +8,11 @@ from contextvars import ContextVar
 
 import keras
 
-from kmp.backend import Reason, Undos, patches
+from kmp.backend.inventory import Reason
+from kmp.backend.patching import patches
+from kmp.backend.undo import Undos
 from kmp.layers.float32_rules import reason_for_float32
-from kmp.utils import DTYPES_16_BIT, FLOAT32
+from kmp.utils.float_formats import DTYPES_16_BIT, FLOAT32
 
 logger = logging.getLogger("kmp")
 _logged: set[type] = set()

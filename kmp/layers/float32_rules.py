@@ -21,8 +21,8 @@ from typing import Any
 import keras
 import numpy as np
 
-from kmp.backend import direct_sublayers
-from kmp.utils import BFLOAT16, DTYPES_16_BIT, FLOAT16
+from kmp.backend.keras_internals import direct_sublayers
+from kmp.utils.float_formats import BFLOAT16, DTYPES_16_BIT, FLOAT16
 
 TOO_FEW_BITS = "bfloat16 has 8 significant bits, too few for this operation"
 

@@ -8,7 +8,7 @@ import numpy as np
 import tensorflow as tf
 from keras import ops
 
-from kmp.gradients import Gradients, values_of
+from kmp.gradients.tensor_groups import Gradients, values_of
 from kmp.optimizer.step_monitor import StepLosses
 
 

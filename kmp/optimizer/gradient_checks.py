@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from kmp.gradients import Gradients, Variables
+from kmp.gradients.tensor_groups import Gradients, Variables
 
 
 def check_no_pairs(gradients: Gradients) -> None:

@@ -11,7 +11,8 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from kmp.backend import instance_attribute, is_keras_class, keras_internals, xla
+from kmp.backend import keras_internals, xla
+from kmp.backend.keras_internals import instance_attribute, is_keras_class
 from kmp.optimizer.counters import NamedState
 from kmp.utils import validation
 

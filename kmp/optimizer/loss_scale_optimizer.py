@@ -7,15 +7,14 @@ import tensorflow as tf
 from keras import ops
 
 from kmp import scaling
-from kmp.backend import distribution, keras_internals, patches, xla
-from kmp.gradients import (
-    Gradients,
-    GradientSampler,
-    Variables,
+from kmp.backend import distribution, keras_internals, xla
+from kmp.backend.patching import patches
+from kmp.gradients.gradient_sampler import GradientSampler, paths_of
+from kmp.gradients.tensor_groups import Gradients, Variables
+from kmp.gradients.unscaling import (
     before_cast,
     is_overwritten,
     multiply_gradients,
-    paths_of,
     with_padded_rows,
 )
 from kmp.optimizer.counters import COUNT_INDEX, Counters, network_order
@@ -29,12 +28,14 @@ from kmp.optimizer.replicated_step import can_compile_on_replicas, take_step_on_
 from kmp.optimizer.step import StepArguments, StepState, bounded_scale, take_step
 from kmp.optimizer.step_monitor import StepMonitor
 from kmp.records import Snapshot
+from kmp.scaling.rules import LARGEST_APPLIED_SCALE, LARGEST_SCALE
+from kmp.scaling.settings import LossScaleSettings, is_dynamic, loss_scale_rule
 from kmp.utils import user_messages, validation
 
 _DEFAULT = scaling.DynamicScale()
 _NO_SCALE = scaling.FixedScale(1.0)
 _SET_AT_CREATION = (
-    *scaling.LossScaleSettings.__annotations__,
+    *LossScaleSettings.__annotations__,
     *("dynamic_growth_steps", "loss_scale_factor", "rule", "jit_compile"),
 )
 _JIT_COMPILE_IGNORED = (
@@ -137,7 +138,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         **kwargs: Any,
     ) -> None:
         inner = resolve_optimizer("inner_optimizer", inner_optimizer)
-        rule = scaling.loss_scale_rule(
+        rule = loss_scale_rule(
             _loss_scale_of(inner, loss_scale),
             initial_scale=initial_scale,
             # In the config of Keras' class it has another name.
@@ -204,7 +205,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
     @property
     def loss_scale(self) -> Any:
         """The loss scale that `scale_loss` multiplies by: scalar float32 tensor on the device."""
-        return self._bounded_scale(scaling.LARGEST_APPLIED_SCALE)
+        return self._bounded_scale(LARGEST_APPLIED_SCALE)
 
     @tf.autograph.experimental.do_not_convert
     def scale_loss(self, loss: Any) -> Any:
@@ -499,7 +500,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
             return True
         return name in LossScaleOptimizer.__annotations__ or hasattr(type(self), name)
 
-    def _bounded_scale(self, highest: float = scaling.LARGEST_SCALE) -> Any:
+    def _bounded_scale(self, highest: float = LARGEST_SCALE) -> Any:
         return bounded_scale(self.rule, self.dynamic_scale, highest)
 
 
@@ -508,7 +509,7 @@ def _loss_scale_of(inner: keras.optimizers.Optimizer, loss_scale: float | str) -
     factor = inner.loss_scale_factor
     if factor is None:
         return loss_scale
-    if not scaling.is_dynamic(loss_scale) and loss_scale != factor:
+    if not is_dynamic(loss_scale) and loss_scale != factor:
         raise ValueError(
             f"A model has one loss scale. Received: loss_scale={loss_scale!r} and an optimizer with"
             f" loss_scale_factor={factor!r}"

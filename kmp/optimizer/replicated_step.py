@@ -8,7 +8,8 @@ import keras
 import tensorflow as tf
 
 from kmp.backend import distribution, keras_internals
-from kmp.gradients import Gradients, Variables, nonfinite_flags, unscale_for_update
+from kmp.gradients.tensor_groups import Gradients, Variables
+from kmp.gradients.unscaling import nonfinite_flags, unscale_for_update
 from kmp.optimizer.inner_optimizer import (
     supports_predicated_writes,
     supports_updates_of_sums,

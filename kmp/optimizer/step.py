@@ -10,11 +10,14 @@ import tensorflow as tf
 from keras import ops
 
 from kmp import scaling
-from kmp.backend import distribution, outlined, xla
-from kmp.gradients import Gradients, Variables, nonfinite_flags, unscale_for_update
+from kmp.backend import distribution, xla
+from kmp.backend.xla import outlined
+from kmp.gradients.tensor_groups import Gradients, Variables
+from kmp.gradients.unscaling import nonfinite_flags, unscale_for_update
 from kmp.optimizer.counters import Counters
 from kmp.optimizer.inner_optimizer import predicated_writes, supports_predicated_writes
 from kmp.optimizer.step_monitor import StepLosses, StepMonitor
+from kmp.scaling.rules import LARGEST_APPLIED_SCALE, LARGEST_SCALE
 
 
 @dataclass(frozen=True, eq=False)
@@ -95,7 +98,7 @@ def take_step(state: StepState, gradients: Gradients, arguments: StepArguments) 
 
 
 def bounded_scale(
-    rule: scaling.Rule, scale: keras.Variable, highest: float = scaling.LARGEST_SCALE
+    rule: scaling.Rule, scale: keras.Variable, highest: float = LARGEST_SCALE
 ) -> tf.Tensor:
     """Returns a loss scale within the bounds of a rule, and at most `highest`.
 
@@ -114,7 +117,7 @@ def bounded_scale(
 
 def divisor_of(scale: tf.Tensor, unscaled: bool) -> tf.Tensor:
     """Returns what gradients are to be divided by."""
-    return tf.ones([]) if unscaled else ops.minimum(scale, scaling.LARGEST_APPLIED_SCALE)
+    return tf.ones([]) if unscaled else ops.minimum(scale, LARGEST_APPLIED_SCALE)
 
 
 def flags_of_all(state: StepState, flags: tf.Tensor, arguments: StepArguments) -> tf.Tensor:

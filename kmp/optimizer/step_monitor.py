@@ -7,10 +7,12 @@ import tensorflow as tf
 from keras import ops
 
 from kmp.backend import distribution
-from kmp.gradients import Gradients, nonfinite_flag
+from kmp.gradients.tensor_groups import Gradients
+from kmp.gradients.unscaling import nonfinite_flag
 from kmp.optimizer.stage import StepStage
 from kmp.optimizer.unscaled_flags import UnscaledFlags
-from kmp.utils import FLOAT16, user_messages
+from kmp.utils import user_messages
+from kmp.utils.float_formats import FLOAT16
 
 _LOSS_IN_FLOAT16 = (
     "The loss was computed in float16, which rounds it to 11 bits and overflows beyond 65504."

@@ -6,7 +6,8 @@ import tensorflow as tf
 from keras import ops
 
 from kmp.backend import distribution
-from kmp.gradients import Gradients, nonfinite_flags
+from kmp.gradients.tensor_groups import Gradients
+from kmp.gradients.unscaling import nonfinite_flags
 
 
 class UnscaledFlags:

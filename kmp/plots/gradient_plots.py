@@ -12,8 +12,11 @@ from matplotlib.axes import Axes
 from matplotlib.colors import LogNorm
 
 from kmp.plots import style
-from kmp.records import NEAR_OVERFLOW_BITS, RUN_EXPECTED, ExponentHistogram, Run
-from kmp.utils import FLOAT16, validation
+from kmp.records import ExponentHistogram, Run
+from kmp.records.exponent_histogram import NEAR_OVERFLOW_BITS
+from kmp.records.run import RUN_EXPECTED
+from kmp.utils import validation
+from kmp.utils.float_formats import FLOAT16
 
 _EXPONENT_LABEL = "binary exponent, floor(log2 |g|)"
 _FLUSH = FLOAT16.flush_exponent

@@ -11,7 +11,9 @@ from matplotlib.ticker import MaxNLocator
 from kmp.diagnosis.soundness import error_origin
 from kmp.diagnosis.thresholds import HARMFUL_OUTPUT_ERROR
 from kmp.plots import style
-from kmp.records import RUN_EXPECTED, LayerError, Run
+from kmp.records import Run
+from kmp.records.replay import LayerError
+from kmp.records.run import RUN_EXPECTED
 from kmp.utils import validation
 
 _LOWEST = 1e-6  # smaller errors, such as those of float32 layers, are drawn at the edge

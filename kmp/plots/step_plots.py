@@ -6,7 +6,8 @@ import numpy as np
 from matplotlib.axes import Axes
 
 from kmp.plots import style
-from kmp.records import RUN_EXPECTED, Run
+from kmp.records import Run
+from kmp.records.run import RUN_EXPECTED
 from kmp.utils import validation
 
 _MANY_MARKS = 60

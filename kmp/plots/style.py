@@ -11,7 +11,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from kmp.utils import is_power_of_two, printable, unique_names, validation
+from kmp.utils import validation
+from kmp.utils.float_formats import is_power_of_two
+from kmp.utils.names import printable, unique_names
 
 # Distinguishable with colour blindness and in greyscale. Source: Paul Tol, "Colour Schemes"
 # (SRON/EPS/TN/09-002, 2021), "high-contrast". DARK_LIGHT is LIGHT, darkened for lines on a grey

@@ -9,7 +9,8 @@ from matplotlib.ticker import MaxNLocator
 from kmp.advice import WhatIf
 from kmp.advice import what_if as compute_what_if
 from kmp.plots import style
-from kmp.records import RUN_EXPECTED, Run
+from kmp.records import Run
+from kmp.records.run import RUN_EXPECTED
 from kmp.utils import validation
 
 _MOST_DECADES = 5

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kmp.utils import FLOAT16, FLOAT32
+from kmp.utils.float_formats import FLOAT16, FLOAT32
 
 # Bins: zero, one per binary exponent of the finite float32 values, Inf, NaN.
 ZERO_BIN = 0

@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 
 from kmp.records.exponent_histogram import BIN_COUNT, ZERO_BIN, ExponentHistogram
-from kmp.utils import listed, matching_indices, validation
+from kmp.utils import validation
+from kmp.utils.names import listed, matching_indices
 
 NORMS = ("norm", "weight_norm", "update_norm")
 UPDATE_COUNTS = ("updates", "lost_updates")

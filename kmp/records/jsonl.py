@@ -9,7 +9,7 @@ import msgspec
 from kmp.records import flat_replays
 from kmp.records.compact_sample import compact, expanded
 from kmp.records.log_schema import Header, Record
-from kmp.utils import printable
+from kmp.utils.names import printable
 
 FILE_NAME = "kmp.jsonl"
 SAMPLE_KEYS = ("sample", "reference")

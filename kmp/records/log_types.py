@@ -5,7 +5,7 @@ from typing import Annotated
 from msgspec import Meta
 
 from kmp.records.exponent_histogram import BIN_COUNT
-from kmp.utils import FLOAT32
+from kmp.utils.float_formats import FLOAT32
 
 # Steps on the axis of a plot are float64, which has half steps below 2^52; matplotlib needs four
 # bits more.

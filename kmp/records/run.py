@@ -15,7 +15,8 @@ from kmp.records.exponent_histogram import ExponentHistogram
 from kmp.records.gradient_sample import GradientSample
 from kmp.records.jsonl import FILE_NAME, SAMPLE_KEYS, read_log
 from kmp.records.replay import Replay
-from kmp.utils import printable, validation
+from kmp.utils import validation
+from kmp.utils.names import printable
 
 RUN_EXPECTED = "a kmp.records.Run, such as kmp.load_run(log_dir) returns"  # in messages
 

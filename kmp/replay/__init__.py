@@ -1,7 +1,7 @@
 """Replays a batch that the training saw, to find what float16 loses."""
 
 from kmp.replay.batch_capture import MOST_EXAMPLES, BatchCapture, CapturedBatch, is_ragged
-from kmp.replay.batch_replay import Failure, StepContext, failing_part, replay
+from kmp.replay.batch_replay import Failure, StepContext, failing_part, replay_batch
 from kmp.replay.eager_pass import Passes, TrainStep
 from kmp.replay.failure_reasons import reason_of
 from kmp.replay.replay_attempts import ReplayAttempts
@@ -19,6 +19,6 @@ __all__ = [
     "failing_part",
     "is_ragged",
     "reason_of",
-    "replay",
+    "replay_batch",
     "tensor_float_32",
 ]

@@ -10,7 +10,9 @@ import keras
 import tensorflow as tf
 from keras import ops
 
-from kmp.backend import ResourceVariable, instance_attribute, state_of_trace, xla
+from kmp.backend import xla
+from kmp.backend.keras_internals import instance_attribute
+from kmp.backend.state_rollback import ResourceVariable, state_of_trace
 from kmp.optimizer import LossScaleOptimizer
 from kmp.replay.batch_variables import BatchVariables, Tensors, is_small, variable_specs
 from kmp.replay.capture_branches import NextStepBranch, SameStepBranch, StateBefore

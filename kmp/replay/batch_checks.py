@@ -11,13 +11,13 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from kmp.backend import ResourceVariable, equal_random_numbers, state_restored
+from kmp.backend.state_rollback import ResourceVariable, state_restored
+from kmp.backend.tensorflow_internals import equal_random_numbers
 from kmp.diagnosis import thresholds
-from kmp.records import BatchCheck, InvalidTargets, NonfinitePart
-from kmp.records.replay import BATCH_PARTS, BATCH_X
+from kmp.records.replay import BATCH_PARTS, BATCH_X, BatchCheck, InvalidTargets, NonfinitePart
 from kmp.replay.eager_pass import Passes
 from kmp.replay.precision_loss import lost_weights
-from kmp.utils import DTYPES_16_BIT, FLOAT16, FLOAT32
+from kmp.utils.float_formats import DTYPES_16_BIT, FLOAT16, FLOAT32
 
 _MOST_NAMED = 100
 # The class and the function of a loss.

@@ -1,6 +1,6 @@
 """Replays one training batch in the precision of the model and in float32.
 
-To find what float16 loses: `replay` is read from top to bottom.
+To find what float16 loses: `replay_batch` is read from top to bottom.
 """
 
 import contextlib
@@ -14,17 +14,16 @@ import numpy as np
 import tensorflow as tf
 
 from kmp.diagnosis import soundness, thresholds
-from kmp.records import (
+from kmp.records import GradientSample, Replay
+from kmp.records.gradient_sample import layer_of
+from kmp.records.replay import (
     BatchCheck,
     Comparison,
     GradientRange,
-    GradientSample,
     LayerSearch,
     Overflow,
-    Replay,
     UnscaledGradients,
 )
-from kmp.records.gradient_sample import layer_of
 from kmp.replay.batch_capture import is_ragged
 from kmp.replay.batch_checks import check_batch, invalid_binary_targets
 from kmp.replay.eager_pass import Passes, PassResult, as_array
@@ -32,7 +31,8 @@ from kmp.replay.layer_marks import LayerMarks
 from kmp.replay.layer_search import find_float32_layers
 from kmp.replay.loss_scaling import unscaled_gradients
 from kmp.replay.precision_loss import Reference, gradient_errors, layer_errors, state_errors
-from kmp.utils import FLOAT16, FLOAT32, path_and_parents
+from kmp.utils.float_formats import FLOAT16, FLOAT32
+from kmp.utils.names import path_and_parents
 
 Failure = Literal["loss", "gradients"]
 
@@ -61,7 +61,7 @@ class StepContext:
     largest_norms: Mapping[str, float] = field(default_factory=dict)
 
 
-def replay(passes: Passes, context: StepContext) -> tuple[Replay, GradientSample | None]:
+def replay_batch(passes: Passes, context: StepContext) -> tuple[Replay, GradientSample | None]:
     """Replays a batch, and restores the model.
 
     Args:
@@ -153,7 +153,7 @@ class _BatchReplay:
         self._searching = replace(self._passes, deadline=later)
 
     def run(self) -> tuple[Replay, GradientSample | None]:
-        """Returns the results of `replay`."""
+        """Returns the results of `replay_batch`."""
         passes = self._passes
         batch = check_batch(passes)
         exact = self._in_float32(batch)

@@ -7,7 +7,7 @@ import keras
 import tensorflow as tf
 from keras import ops
 
-from kmp.utils import FLOAT16
+from kmp.utils.float_formats import FLOAT16
 
 _MOST_CAPTURED = 128  # examples: a single one may make a step fail
 _MOST_BYTES = 2**26  # of the captured examples; but at least two examples

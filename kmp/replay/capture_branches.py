@@ -7,7 +7,7 @@ import keras
 import tensorflow as tf
 from keras import ops
 
-from kmp.backend import outlined
+from kmp.backend.xla import outlined
 from kmp.optimizer import LossScaleOptimizer
 from kmp.replay.batch_variables import BatchVariables, StepInfo
 

@@ -11,17 +11,17 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from kmp.backend import (
-    ResourceVariable,
-    Undos,
+from kmp.backend import keras_internals
+from kmp.backend.state_rollback import ResourceVariable, state_restored
+from kmp.backend.tensorflow_internals import (
     after_each_gradient,
     equal_random_numbers,
     functions_run_eagerly,
-    keras_internals,
-    state_restored,
     without_tensor_float_32,
 )
-from kmp.gradients import gradient_statistics, paths_of
+from kmp.backend.undo import Undos
+from kmp.gradients.gradient_sampler import paths_of
+from kmp.gradients.tensor_statistics import gradient_statistics
 from kmp.records import GradientSample
 from kmp.replay.instruments import (
     OperationWatch,

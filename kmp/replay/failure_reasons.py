@@ -5,7 +5,7 @@ import textwrap
 
 import tensorflow as tf
 
-from kmp.utils import DTYPES_16_BIT
+from kmp.utils.float_formats import DTYPES_16_BIT
 
 _MOST_CHARACTERS = 200
 _TERMINAL_CODE = re.compile(r"\x1b\[[0-9;]*m")

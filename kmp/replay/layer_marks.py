@@ -9,17 +9,12 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from kmp.backend import (
-    RandomNumbers,
-    Undos,
-    is_keras_class,
-    is_passthrough,
-    keras_internals,
-    layers_by_path,
-    own_method,
-    sublayers,
-)
-from kmp.records import LOSS_FUNCTION
+from kmp.backend import keras_internals
+from kmp.backend.keras_internals import is_keras_class, is_passthrough, layers_by_path, sublayers
+from kmp.backend.tensorflow_internals import RandomNumbers
+from kmp.backend.thread_overrides import own_method
+from kmp.backend.undo import Undos
+from kmp.records.replay import LOSS_FUNCTION
 from kmp.replay.new_errors import LayerCall, NewErrors
 from kmp.replay.output_errors import (
     LARGEST_ERROR,
@@ -29,7 +24,7 @@ from kmp.replay.output_errors import (
     relative_error,
     samples_of,
 )
-from kmp.utils import DTYPES_16_BIT
+from kmp.utils.float_formats import DTYPES_16_BIT
 
 __all__ = ["LARGEST_ERROR", "LayerMarks", "relative_error"]
 

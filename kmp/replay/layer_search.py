@@ -5,9 +5,9 @@ from collections.abc import Callable, Iterator, Sequence
 
 import tensorflow as tf
 
-from kmp.backend import computing_layers, layers_in_16_bits
+from kmp.backend.keras_internals import computing_layers, layers_in_16_bits
 from kmp.diagnosis import thresholds
-from kmp.records import LayerSearch, NonfiniteOperation
+from kmp.records.replay import LayerSearch, NonfiniteOperation
 from kmp.replay.eager_pass import Passes, PassResult
 
 _MOST_LAYERS = 12

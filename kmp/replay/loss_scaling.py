@@ -3,9 +3,10 @@
 They are those of a loss that is not scaled, or clipped.
 """
 
-from kmp.backend import keras_internals, layers_by_path
+from kmp.backend import keras_internals
+from kmp.backend.keras_internals import layers_by_path
 from kmp.diagnosis import thresholds
-from kmp.records import UnscaledGradients
+from kmp.records.replay import UnscaledGradients
 from kmp.replay.eager_pass import Passes, PassResult
 from kmp.replay.precision_loss import Reference, gradient_errors
 

@@ -8,13 +8,10 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from kmp.backend import (
-    RandomNumbers,
-    dtype_policies_replaced,
-    keras_internals,
-    sublayers,
-    without_tapes,
-)
+from kmp.backend import keras_internals
+from kmp.backend.keras_internals import sublayers
+from kmp.backend.tensorflow_internals import RandomNumbers, without_tapes
+from kmp.backend.thread_overrides import dtype_policies_replaced
 from kmp.diagnosis.thresholds import HARMFUL_OUTPUT_ERROR
 from kmp.replay.output_errors import Outputs, is_eager_float, largest_error, samples_of
 

@@ -9,10 +9,10 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from kmp.records import NonfiniteOperation
+from kmp.records.replay import NonfiniteOperation
 from kmp.replay.layer_marks import LayerMarks
 from kmp.replay.output_errors import is_eager_float
-from kmp.utils import FLOAT16, FLOAT32
+from kmp.utils.float_formats import FLOAT16, FLOAT32
 
 _MOST = 8
 # Elementwise operations whose result is 0 only for an operand that is 0, or by underflow: unlike a

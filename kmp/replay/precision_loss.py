@@ -9,13 +9,14 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from kmp.backend import keras_internals, sublayers
+from kmp.backend import keras_internals
+from kmp.backend.keras_internals import sublayers
 from kmp.diagnosis import thresholds
-from kmp.records import GradientError, LayerError, LostWeight, StateError
 from kmp.records.gradient_sample import layer_of
+from kmp.records.replay import GradientError, LayerError, LostWeight, StateError
 from kmp.replay.eager_pass import PassResult, as_array, float_states
 from kmp.replay.layer_marks import LARGEST_ERROR
-from kmp.utils import FLOAT16
+from kmp.utils.float_formats import FLOAT16
 
 _MOST_LAYERS = 200
 # A gradient that small, relative to the largest of a layer, may be nothing but rounding.

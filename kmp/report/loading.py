@@ -8,8 +8,11 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import track
 
-from kmp.records import FILE_NAME, Run, load_run, log_file
-from kmp.utils import unique_names, validation
+from kmp.records import Run, load_run
+from kmp.records.jsonl import FILE_NAME
+from kmp.records.run import log_file
+from kmp.utils import validation
+from kmp.utils.names import unique_names
 
 
 def load(paths: Sequence[str | os.PathLike[str]]) -> dict[str, Run]:

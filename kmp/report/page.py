@@ -10,7 +10,8 @@ from kmp.records import Run
 from kmp.report import run_tables
 from kmp.report.run_comparison import comparison, difference
 from kmp.report.run_summary import summaries
-from kmp.utils import atomic_files, printable, validation
+from kmp.utils import atomic_files, validation
+from kmp.utils.names import printable
 
 
 def html(runs: Mapping[str, Run]) -> str:

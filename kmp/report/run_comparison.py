@@ -6,7 +6,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kmp.records import GradientSample, Run, stable_name, stable_names
+from kmp.records import GradientSample, Run
+from kmp.records.layer_names import stable_name, stable_names
 from kmp.report.run_summary import VALIDATION, RunSummary
 from kmp.report.texts import MAX_ROWS, Row, Table, number, share, with_omitted
 

@@ -9,7 +9,8 @@ from typing import Any
 from kmp.advice import Advice
 from kmp.advice.diagnose import advice_of
 from kmp.diagnosis import INFO, RunMetrics
-from kmp.records import RUN_EXPECTED, Run
+from kmp.records import Run
+from kmp.records.run import RUN_EXPECTED
 from kmp.report.texts import UNKNOWN, number, scale, share, share_of
 from kmp.utils import validation
 

@@ -7,7 +7,8 @@ from kmp.advice import WhatIf
 from kmp.advice.wording import skipped
 from kmp.diagnosis.soundness import error_origin
 from kmp.diagnosis.thresholds import HARMFUL_OUTPUT_ERROR
-from kmp.records import ExponentHistogram, GradientSample, layer_of
+from kmp.records import ExponentHistogram, GradientSample
+from kmp.records.gradient_sample import layer_of
 from kmp.report.run_summary import RunSummary
 from kmp.report.texts import (
     MAX_ROWS,

@@ -13,7 +13,7 @@ from kmp.report.run_comparison import comparison
 from kmp.report.run_summary import RunSummary, summaries
 from kmp.report.run_tables import other_scales
 from kmp.report.texts import Table
-from kmp.utils import printable
+from kmp.utils.names import printable
 
 _RUNS_PER_TABLE = 3  # columns that fit into 80 characters
 

@@ -6,7 +6,7 @@ Names are as in the log: what prints a text escapes it.
 import math
 from dataclasses import dataclass
 
-from kmp.utils import as_power
+from kmp.utils.float_formats import as_power
 
 Row = tuple[str, ...]
 

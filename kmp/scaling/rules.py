@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from kmp.utils import FLOAT16, FLOAT32, validation
+from kmp.utils import validation
+from kmp.utils.float_formats import FLOAT16, FLOAT32
 
 LARGEST_SCALE = 2.0**FLOAT32.max_exponent
 # A larger loss scale is applied as this one: its reciprocal is subnormal, and TensorFlow on a CPU

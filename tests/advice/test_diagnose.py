@@ -11,7 +11,8 @@ from conftest import make_replay, sample_from, without_replays
 
 import kmp
 from kmp.diagnosis import ERROR, INFO, WARNING, SetArguments
-from kmp.records import LOSS_FUNCTION, InvalidTargets, NonfiniteOperation, Overflow, Run
+from kmp.records import Run
+from kmp.records.replay import LOSS_FUNCTION, InvalidTargets, NonfiniteOperation, Overflow
 
 DYNAMIC = {
     "rule": "DynamicScale",

@@ -7,7 +7,8 @@ import pytest
 from conftest import bin_counts, make_replay, sample_from
 
 from kmp import what_if
-from kmp.records import GradientSample, LayerSearch, Run
+from kmp.records import GradientSample, Run
+from kmp.records.replay import LayerSearch
 
 
 def sample(values, scale=1.0, step=1):

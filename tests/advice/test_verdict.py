@@ -9,14 +9,8 @@ import pytest
 from conftest import make_replay, sample_from
 
 import kmp
-from kmp.records import (
-    GradientError,
-    LayerError,
-    LostWeight,
-    NonfiniteOperation,
-    Run,
-    StateError,
-)
+from kmp.records import Run
+from kmp.records.replay import GradientError, LayerError, LostWeight, NonfiniteOperation, StateError
 
 UNKNOWN = "It is not known whether float16 hurts this run."
 GOOD = "float16 does not hurt this run: "

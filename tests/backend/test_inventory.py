@@ -16,8 +16,9 @@ from packaging.version import Version
 from tensorflow.python.autograph.impl import conversion
 
 import kmp
-from kmp.backend import PATCHES, PRIVATE_NAMES, Patch, Reason, patches, patching, private_names
-from kmp.backend.patching import Patches
+from kmp.backend import patching, private_names
+from kmp.backend.inventory import PATCHES, PRIVATE_NAMES, Patch, Reason
+from kmp.backend.patching import Patches, patches
 
 ROOT = Path(__file__).parent.parent.parent
 UPSTREAM = (ROOT / "docs" / "upstream.md").read_text(encoding="utf-8")

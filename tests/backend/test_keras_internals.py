@@ -1,7 +1,7 @@
 import keras
 
 import kmp
-from kmp.backend import compute_dtypes, created_layers, layers_by_path
+from kmp.backend.keras_internals import compute_dtypes, created_layers, layers_by_path
 
 
 def test_parts_of_layers_of_keras_hub_are_not_created_by_a_program():

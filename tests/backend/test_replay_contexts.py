@@ -15,21 +15,33 @@ from tensorflow.python.eager.polymorphic_function.polymorphic_function import Fu
 from tensorflow.python.ops import gen_random_ops
 
 from kmp import backend
-from kmp.backend import Undos
+from kmp.backend.state_rollback import state_restored
+from kmp.backend.tensorflow_internals import (
+    after_each_gradient,
+    equal_random_numbers,
+    functions_run_eagerly,
+    watching_operations,
+)
+from kmp.backend.thread_overrides import (
+    dtype_policies_replaced,
+    own_method,
+    variable_dtype_replaced,
+)
+from kmp.backend.undo import Undos
 
 
 @contextlib.contextmanager
 def changed(layer):
     """Everything that a replay changes."""
     with Undos() as undos, undos:
-        undos.enter(backend.equal_random_numbers())
-        undos.enter(backend.state_restored(layer))
-        undos.enter(backend.functions_run_eagerly())
-        undos.enter(backend.own_method(layer, "call", lambda call: lambda x: call(x) + 1))
-        undos.enter(backend.dtype_policies_replaced([(layer, keras.DTypePolicy("float16"))]))
-        undos.enter(backend.variable_dtype_replaced(layer.kernel, "float16"))
-        undos.enter(backend.after_each_gradient(list, lambda _: None))
-        undos.enter(backend.watching_operations(lambda *_: None))
+        undos.enter(equal_random_numbers())
+        undos.enter(state_restored(layer))
+        undos.enter(functions_run_eagerly())
+        undos.enter(own_method(layer, "call", lambda call: lambda x: call(x) + 1))
+        undos.enter(dtype_policies_replaced([(layer, keras.DTypePolicy("float16"))]))
+        undos.enter(variable_dtype_replaced(layer.kernel, "float16"))
+        undos.enter(after_each_gradient(list, lambda _: None))
+        undos.enter(watching_operations(lambda *_: None))
         yield
 
 
@@ -87,7 +99,7 @@ def test_contexts_of_two_threads_end_in_any_order():
 def test_a_method_that_is_replaced_twice_in_a_thread_calls_the_first_replacement():
     layer = dense()
     add, double = (lambda call: lambda x: call(x) + 1), (lambda call: lambda x: call(x) * 2)
-    with backend.own_method(layer, "call", add), backend.own_method(layer, "call", double):
+    with own_method(layer, "call", add), own_method(layer, "call", double):
         assert float(layer(np.ones((1, 2)))[0, 0]) == 6.0
 
 
@@ -97,7 +109,7 @@ def test_random_numbers_of_the_thread_and_of_others_go_on_as_if_nothing_was_draw
         numbers = [float(tf.random.uniform(()))]
         with another_thread() as call, contextlib.ExitStack() as stack:
             if draws_between:
-                stack.enter_context(backend.equal_random_numbers())
+                stack.enter_context(equal_random_numbers())
                 tf.random.uniform(()), tf.random.gamma((), 1.0)
             numbers.append(call(lambda: float(tf.random.uniform(()))))
             stack.close()
@@ -109,14 +121,14 @@ def test_random_numbers_of_the_thread_and_of_others_go_on_as_if_nothing_was_draw
 def test_equal_random_numbers_are_equal_in_each_context():
     drawn = []
     for _ in range(2):
-        with backend.equal_random_numbers():
+        with equal_random_numbers():
             drawn.append([float(tf.random.normal(())), float(tf.random.uniform(()))])
         tf.random.normal(())
     assert drawn[0] == drawn[1]
 
 
 def test_vectorized_map_traces_its_function_also_where_functions_run_eagerly():
-    with backend.functions_run_eagerly():
+    with functions_run_eagerly():
         squares = tf.vectorized_map(lambda x: x * x, tf.constant([1.0, 2.0]))
     assert squares.numpy().tolist() == [1.0, 4.0]
 

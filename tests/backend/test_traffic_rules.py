@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from kmp.backend import Cost, traffic_of
+from kmp.backend.graph_traffic import Cost, traffic_of
 
 X = tf.TensorSpec((4, 8), tf.float32)  # 32 elements: 128 bytes
 

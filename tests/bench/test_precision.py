@@ -8,7 +8,7 @@ from kmp import bench
 from kmp.bench import models, precision
 from kmp.bench.models import BARE
 from kmp.bench.precision import FORMATS, VARIANTS
-from kmp.policy import Gpu
+from kmp.enabling import Gpu
 
 TF32_OFF = "float32 without TF32"
 CPU, T4, A100 = (), (Gpu("T4", (7, 5)),), (Gpu("A100", (8, 0)),)

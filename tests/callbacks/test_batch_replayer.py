@@ -17,9 +17,9 @@ from keras import layers, ops
 from models import Cube, OwnStep
 
 import kmp
-from kmp import guarding
 from kmp.callbacks import batch_replayer
 from kmp.diagnosis.soundness import is_harmful
+from kmp.guarding.guarded_step import guarded_step_of
 
 pytestmark = pytest.mark.usefixtures("enabled")
 
@@ -250,7 +250,7 @@ def test_zeros_are_replayed_at_the_end_with_each_optimizer():
         train(model, callbacks, x=1.0)
         assert [step for step, _ in callbacks[0].run.replays] == [1, 4]
         assert [finding.cause for finding in kmp.advise(callbacks[0].run)] == ["dead"]
-        assert guarding.guarded_step_of(model).capture.optimizer is model.optimizer
+        assert guarded_step_of(model).capture.optimizer is model.optimizer
         model.compile("sgd", "mse", run_eagerly=True)
 
 

@@ -35,7 +35,10 @@ from kmp.callbacks import (
     recorder,
 )
 from kmp.callbacks.tensorboard_events import histograms_by_tag, write_histograms
-from kmp.records import BIN_COUNT, FIRST_EXPONENT, SCHEMA, ZERO_BIN, LogEncoder, to_line
+from kmp.records import BIN_COUNT
+from kmp.records.exponent_histogram import FIRST_EXPONENT, ZERO_BIN
+from kmp.records.jsonl import LogEncoder, to_line
+from kmp.records.log_schema import SCHEMA
 
 pytestmark = pytest.mark.usefixtures("enabled")
 

@@ -7,14 +7,14 @@ from keras import layers, ops
 from models import Cube, OwnStep
 
 import kmp
-from kmp.backend import is_passthrough, sublayers
+from kmp.backend.keras_internals import is_passthrough, sublayers
 from kmp.callbacks import (
     Monitor,
     StuckError,
     defaults,
 )
 from kmp.diagnosis.soundness import is_harmful
-from kmp.replay import replay
+from kmp.replay import replay_batch
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*kmp set")
 
@@ -390,9 +390,9 @@ def test_change_whose_replay_fails_is_taken_back_and_that_of_a_later_batch_is_ma
         replays.append(args)
         if len(replays) == 2:
             raise ValueError("no")
-        return replay(*args, **kwargs)
+        return replay_batch(*args, **kwargs)
 
-    monkeypatch.setattr("kmp.callbacks.batch_replayer.replay", second_fails)
+    monkeypatch.setattr("kmp.callbacks.batch_replayer.replay_batch", second_fails)
     model, callbacks = overflowing(), defaults()
     train(model, callbacks, epochs=2)
     first, second, *_ = (step for step, found in callbacks[0].run.replays if not found.is_finite)

@@ -13,7 +13,7 @@ import tensorflow as tf
 
 from kmp import bench
 from kmp.bench.measurement import Measurement, MeasurementError
-from kmp.records import to_line
+from kmp.records.jsonl import to_line
 from kmp_cli import main
 
 

@@ -13,7 +13,7 @@ from conftest import training_rates
 import kmp
 from kmp.bench import environment_variables, precision
 from kmp.bench.measurement import MeasurementError
-from kmp.policy import Gpu
+from kmp.enabling import Gpu
 from kmp_cli import doctor, main
 from kmp_cli.doctor import ERROR, INFO, OK, WARNING
 

@@ -10,7 +10,7 @@ from conftest import assert_equal
 from keras import layers, ops
 
 import kmp
-from kmp.backend import is_passthrough
+from kmp.backend.keras_internals import is_passthrough
 from kmp.conversion.model_parts import parts_of
 
 ALL_MODELS = pytest.mark.parametrize("make", models.ALL, ids=lambda make: make.__name__)

@@ -12,10 +12,9 @@ from keras import layers
 from models import Block
 
 import kmp
-from kmp.backend import is_passthrough
+from kmp.backend.keras_internals import is_passthrough
 from kmp.conversion.model_parts import parts_of
-from kmp.layers import Moment
-from kmp.layers.float32_rules import RULES
+from kmp.layers.float32_rules import RULES, Moment
 
 OUTPUT = "model output"  # a layer does not know at its creation that it is one
 SOFTMAX = "exp, sum and division"  # nor whether its softmax is one; `compile` warns of it

@@ -16,7 +16,7 @@ from recorded_runs import HEALTHY as WITHOUT_FAULT
 from running import edited, run_program, source_of
 
 from kmp.advice import SetArguments
-from kmp.records import log_file
+from kmp.records.run import log_file
 
 _WITHOUT_REPAIR = SetArguments("kmp.callbacks.defaults", {"repair": "False"})
 

@@ -17,7 +17,8 @@ from recorded_runs import (
 
 from kmp.advice import advise
 from kmp.diagnosis import ERROR, WARNING, causes, cure_of
-from kmp.records import load_run, to_line
+from kmp.records import load_run
+from kmp.records.jsonl import to_line
 
 # These lose time or a little accuracy; the others break the training.
 WARNED = ("fault_scale_growth_of_wrap", "fault_targets_binary")

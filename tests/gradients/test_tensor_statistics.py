@@ -5,7 +5,7 @@ import pytest
 import tensorflow as tf
 from tensorflow.python.framework import config  # no public function disables determinism
 
-from kmp.gradients import gradient_statistics, update_statistics
+from kmp.gradients.tensor_statistics import gradient_statistics, update_statistics
 from kmp.records import exponent_histogram
 
 LARGE = 2**22  # elements of a tensor that is measured alone

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from kmp.gradients import nonfinite_flags, unscale_for_update
+from kmp.gradients.unscaling import nonfinite_flags, unscale_for_update
 
 LARGEST = float(np.finfo(np.float32).max)
 DTYPES = ["float16", "bfloat16", "float32", "float64"]

@@ -8,7 +8,8 @@ from conftest import MODES, OverflowsBackward, assert_equal, small_data, take_st
 from keras import ops
 
 import kmp
-from kmp.backend import state_restored, sublayers
+from kmp.backend.keras_internals import sublayers
+from kmp.backend.state_rollback import state_restored
 
 pytestmark = pytest.mark.usefixtures("enabled")
 

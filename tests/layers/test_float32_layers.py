@@ -8,7 +8,8 @@ from conftest import assert_equal, values
 from keras import ops
 
 import kmp
-from kmp.layers import BatchNormalization, Float32, Float32Operation, Softmax
+from kmp.layers import BatchNormalization, Float32, Softmax
+from kmp.layers.float32 import Float32Operation
 
 
 @keras.saving.register_keras_serializable(package="kmp_tests")

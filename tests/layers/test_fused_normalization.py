@@ -7,7 +7,7 @@ import tensorflow as tf
 from keras import layers
 
 import kmp
-from kmp.layers import fuse_normalization, unfuse_normalization
+from kmp.layers.fused_normalization import fuse_normalization, unfuse_normalization
 
 # The largest difference from Keras' layers, relative to the largest value: float32's last bits, or
 # two roundings.

@@ -9,7 +9,8 @@ from matplotlib.text import Text
 
 from kmp import plots
 from kmp.advice import WhatIf, what_if
-from kmp.records import ExponentHistogram, GradientSample, LayerError, Run
+from kmp.records import ExponentHistogram, GradientSample, Run
+from kmp.records.replay import LayerError
 
 
 def histogram(scale=2.0**10, **bins):

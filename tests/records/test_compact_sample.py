@@ -9,10 +9,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kmp import load_run, records
-from kmp.records import BIN_COUNT, FIRST_EXPONENT, INF_BIN, NAN_BIN, GradientSample, LogEncoder
+from kmp.records import BIN_COUNT, GradientSample
 from kmp.records.compact_sample import compact, expanded
+from kmp.records.exponent_histogram import FIRST_EXPONENT, INF_BIN, NAN_BIN
+from kmp.records.jsonl import LogEncoder
+from kmp.records.log_schema import SCHEMA
 
-HEADER = {"schema": records.SCHEMA, "kind": "header"}
+HEADER = {"schema": SCHEMA, "kind": "header"}
 
 
 def sample_of(counts, loss_scale=1024.0, **overrides):

@@ -1,8 +1,8 @@
 import keras
 from conftest import sequential
 
-from kmp.backend import layers_by_path
-from kmp.records import stable_name, stable_names
+from kmp.backend.keras_internals import layers_by_path
+from kmp.records.layer_names import stable_name, stable_names
 
 
 def build():

@@ -7,7 +7,9 @@ from conftest import sample_from
 from msgspec import ValidationError
 
 from kmp import load_run
-from kmp.records import Comparison, Replay, Run, check_record, to_line
+from kmp.records import Replay, Run
+from kmp.records.jsonl import check_record, to_line
+from kmp.records.replay import Comparison
 
 HEADER = {"schema": 1, "kind": "header", "settings": {"rule": "FixedScale"}}
 

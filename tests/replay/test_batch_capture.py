@@ -7,16 +7,16 @@ import tensorflow as tf
 from conftest import MODES, sequential
 
 import kmp
-from kmp import guarding
+from kmp.guarding.guarded_step import guard_train_step, guarded_step_of
 from kmp.replay import BatchCapture, batch_variables
 
 pytestmark = pytest.mark.usefixtures("enabled")
 
 
 def with_capture(model):
-    guarding.guard_train_step(model)
-    guarding.guarded_step_of(model).capture = BatchCapture(model, model.optimizer)
-    return model, guarding.guarded_step_of(model).capture
+    guard_train_step(model)
+    guarded_step_of(model).capture = BatchCapture(model, model.optimizer)
+    return model, guarded_step_of(model).capture
 
 
 def captured_model(mode, optimizer="sgd"):

@@ -9,8 +9,8 @@ from keras import layers, ops
 from models import Cube
 
 import kmp
-from kmp.records import LOSS_FUNCTION, InvalidTargets
-from kmp.replay import Passes, StepContext, TrainStep, replay
+from kmp.records.replay import LOSS_FUNCTION, InvalidTargets
+from kmp.replay import Passes, StepContext, TrainStep, replay_batch
 from kmp.replay.eager_pass import as_array
 from kmp.replay.layer_marks import LayerMarks
 from kmp.replay.nonfinite_operations import NonfiniteOperations
@@ -50,7 +50,9 @@ def replayed(model, x=None, y=None, loss_scale=8.0, **options):
     y = np.zeros((len(x), 1), "float32") if y is None else y
     variables = {variable.path: variable for variable in model.trainable_variables}
     step = TrainStep(functools.partial(type(model).train_step, model), [model.optimizer])
-    return replay(Passes(model, (x, y), step, variables), StepContext(1, loss_scale, **options))[0]
+    return replay_batch(
+        Passes(model, (x, y), step, variables), StepContext(1, loss_scale, **options)
+    )[0]
 
 
 def named(paths):

@@ -8,7 +8,7 @@ import pytest
 import tensorflow as tf
 from conftest import sequential
 
-from kmp.guarding import all_optimizers_of
+from kmp.guarding.model_optimizers import all_optimizers_of
 from kmp.replay import Passes, TrainStep
 
 pytestmark = pytest.mark.usefixtures("enabled")

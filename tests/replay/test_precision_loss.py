@@ -8,9 +8,9 @@ from conftest import sequential
 from keras import layers, ops
 from test_batch_replay import Penalty, named, replayed
 
-from kmp.backend import equal_random_numbers, watching_operations
+from kmp.backend.tensorflow_internals import equal_random_numbers, watching_operations
 from kmp.diagnosis.soundness import are_harmful, is_harmful, is_harmful_gradient, lost_states
-from kmp.records import GradientError
+from kmp.records.replay import GradientError
 from kmp.replay.layer_marks import relative_error
 
 pytestmark = pytest.mark.usefixtures("enabled")

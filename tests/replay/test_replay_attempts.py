@@ -69,9 +69,9 @@ def test_batch_whose_rows_do_not_stand_alone_is_replayed_as_a_whole(mode):
     replays = [replay for _, replay in callbacks[0].run.replays]
     assert len(errors_of(callbacks)) == 1
     assert len(replays) >= 2
-    assert {(each.examples, (each.comparison is not None), is_harmful(each)) for each in replays} == {
-        (NODES, True, False)
-    }
+    assert {
+        (each.examples, (each.comparison is not None), is_harmful(each)) for each in replays
+    } == {(NODES, True, False)}
 
 
 def test_layer_that_overflows_in_a_full_batch_graph_network_is_repaired():

@@ -12,8 +12,8 @@ from test_batch_replay import named
 
 import kmp
 from kmp.diagnosis.soundness import error_origin, is_harmful
-from kmp.guarding import all_optimizers_of
-from kmp.replay import Passes, StepContext, TrainStep, replay
+from kmp.guarding.model_optimizers import all_optimizers_of
+from kmp.replay import Passes, StepContext, TrainStep, replay_batch
 
 pytestmark = pytest.mark.usefixtures("enabled")
 X = np.random.default_rng(0).normal(size=(32, 4)).astype("float32")
@@ -173,7 +173,7 @@ def replayed(model, loss_scale=1024.0, data=(X, Y)):
         functools.partial(type(model).train_step, model), all_optimizers_of(model), is_custom=True
     )
     data = keras.tree.map_structure(tf.convert_to_tensor, data)
-    return replay(Passes(model, data, step, variables), StepContext(1, loss_scale))[0]
+    return replay_batch(Passes(model, data, step, variables), StepContext(1, loss_scale))[0]
 
 
 @pytest.mark.parametrize(

@@ -19,14 +19,10 @@ from rich.console import Console
 import kmp
 from kmp import plots, report
 from kmp.__main__ import main
-from kmp.records import (
-    SCHEMA,
-    GradientError,
-    LayerError,
-    NonfiniteOperation,
-    compact,
-    to_line,
-)
+from kmp.records.compact_sample import compact
+from kmp.records.jsonl import to_line
+from kmp.records.log_schema import SCHEMA
+from kmp.records.replay import GradientError, LayerError, NonfiniteOperation
 
 EXAMPLES = int(os.environ.get("KMP_FUZZ_EXAMPLES", "100"))
 

@@ -22,7 +22,10 @@ import kmp
 from kmp import report
 from kmp.callbacks import Monitor
 from kmp.callbacks.report_writer import ReportWriter
-from kmp.records import BIN_COUNT, ZERO_BIN, GradientError, LayerError, Run, to_line
+from kmp.records import BIN_COUNT, Run
+from kmp.records.exponent_histogram import ZERO_BIN
+from kmp.records.jsonl import to_line
+from kmp.records.replay import GradientError, LayerError
 from kmp.report.run_comparison import comparison, difference
 from kmp.report.run_summary import RunSummary
 from kmp.report.run_tables import gradients, layer_errors, other_scales, overflow_and_underflow

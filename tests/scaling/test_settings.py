@@ -6,7 +6,8 @@ import pytest
 import tensorflow as tf
 
 import kmp
-from kmp.scaling import DynamicScale, FixedScale, loss_scale_rule
+from kmp.scaling import DynamicScale, FixedScale
+from kmp.scaling.settings import loss_scale_rule
 
 
 def test_loss_scale_selects_the_rule_and_a_fixed_scale_may_be_outside_the_dynamic_bounds():

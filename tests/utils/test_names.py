@@ -1,6 +1,6 @@
 import pytest
 
-from kmp.utils import matching_indices, printable, unique_names
+from kmp.utils.names import matching_indices, printable, unique_names
 
 
 @pytest.mark.parametrize(

@@ -5,15 +5,11 @@ from collections.abc import Iterator, Sequence
 
 import keras
 
-from kmp.backend import (
-    Undos,
-    dtype_policies_replaced,
-    keras_internals,
-    layers_in_16_bits,
-    sublayers,
-    variable_dtype_replaced,
-)
-from kmp.utils import DTYPES_16_BIT, FLOAT32
+from kmp.backend import keras_internals
+from kmp.backend.keras_internals import layers_in_16_bits, sublayers
+from kmp.backend.thread_overrides import dtype_policies_replaced, variable_dtype_replaced
+from kmp.backend.undo import Undos
+from kmp.utils.float_formats import DTYPES_16_BIT, FLOAT32
 
 
 @contextlib.contextmanager

@@ -5,11 +5,11 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from kmp.backend import watching_operations
+from kmp.backend.tensorflow_internals import watching_operations
 from kmp.replay.instruments.received_gradients import ReceivedGradients
 from kmp.replay.layer_marks import LayerMarks
 from kmp.replay.nonfinite_operations import NonfiniteOperations
-from kmp.utils import DTYPES_16_BIT
+from kmp.utils.float_formats import DTYPES_16_BIT
 
 
 class OperationWatch:

@@ -9,10 +9,12 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from kmp.backend import Undos, keras_internals, own_method
-from kmp.gradients import multiply_gradients
+from kmp.backend import keras_internals
+from kmp.backend.thread_overrides import own_method
+from kmp.backend.undo import Undos
+from kmp.gradients.unscaling import multiply_gradients
 from kmp.optimizer import LossScaleOptimizer
-from kmp.utils import FLOAT32
+from kmp.utils.float_formats import FLOAT32
 
 Method = Callable[..., Any]
 

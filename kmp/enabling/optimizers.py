@@ -4,9 +4,11 @@ from typing import Any, Unpack
 
 import keras
 
-from kmp.optimizer import LossScaleOptimizer, resolve_optimizer
-from kmp.policy.active_settings import current_settings
-from kmp.scaling import DynamicScale, LossScaleSettings, override
+from kmp.enabling.active_settings import current_settings
+from kmp.optimizer import LossScaleOptimizer
+from kmp.optimizer.inner_optimizer import resolve_optimizer
+from kmp.scaling import DynamicScale
+from kmp.scaling.settings import LossScaleSettings, override
 
 
 def wrap(

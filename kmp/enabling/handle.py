@@ -5,9 +5,11 @@ from typing import Unpack
 import keras
 import tensorflow as tf
 
-from kmp.backend import Reason, patches, tensorflow_internals
-from kmp.policy import misuse_warnings
-from kmp.policy.active_settings import (
+from kmp.backend import tensorflow_internals
+from kmp.backend.inventory import Reason
+from kmp.backend.patching import patches
+from kmp.enabling import misuse_warnings
+from kmp.enabling.active_settings import (
     POLICIES,
     ActiveSettings,
     active,
@@ -15,9 +17,10 @@ from kmp.policy.active_settings import (
     lock,
     rewrite_dtypes,
 )
-from kmp.policy.gpu_support import resolve
-from kmp.scaling import LossScaleSettings, loss_scale_rule
-from kmp.utils import BFLOAT16, FLOAT16, user_messages, validation
+from kmp.enabling.gpu_support import resolve
+from kmp.scaling.settings import LossScaleSettings, loss_scale_rule
+from kmp.utils import user_messages, validation
+from kmp.utils.float_formats import BFLOAT16, FLOAT16
 
 # The options of grappler, TensorFlow's graph optimizer, for the graph rewrite.
 _PASSES = {
@@ -186,11 +189,12 @@ def _set_policy_without_patch() -> None:
 def graph_rewrite(enabled: bool = True, dtype: str = FLOAT16.name) -> None:
     """Makes TensorFlow rewrite the graphs of float32 models to 16 bits.
 
-    It does so operation by operation; layers do not change. Use it for models that cannot be rebuilt. For other models prefer `enable` or `convert`, which
-    also work under XLA. It corresponds to `enable_mixed_precision_graph_rewrite` of tf.keras 2 and
-    to TensorFlow's environment variable `TF_ENABLE_AUTO_MIXED_PRECISION`. In later calls of
-    `compile`, `jit_compile="auto"` becomes `False`, because XLA compiles the graph before it is
-    rewritten. For float16, `compile` also wraps the optimizer with loss scaling, unless called with
+    It does so operation by operation; layers do not change. Use it for models that cannot be
+    rebuilt. For other models prefer `enable` or `convert`, which also work under XLA. It
+    corresponds to `enable_mixed_precision_graph_rewrite` of tf.keras 2 and to TensorFlow's
+    environment variable `TF_ENABLE_AUTO_MIXED_PRECISION`. In later calls of `compile`,
+    `jit_compile="auto"` becomes `False`, because XLA compiles the graph before it is rewritten. For
+    float16, `compile` also wraps the optimizer with loss scaling, unless called with
     `auto_scale_loss=False`.
 
     Args:

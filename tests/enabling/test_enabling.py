@@ -4,7 +4,7 @@ import pytest
 from conftest import another_thread, compiled_model, small_model
 
 import kmp
-from kmp.backend import defining_class
+from kmp.backend.keras_internals import defining_class
 
 STOCK_COMPILE = keras.Model.compile
 

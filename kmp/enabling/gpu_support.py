@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import tensorflow as tf
 
-from kmp.utils import BFLOAT16, FLOAT16
+from kmp.utils.float_formats import BFLOAT16, FLOAT16
 
 logger = logging.getLogger("kmp")
 

@@ -15,9 +15,11 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from kmp.backend import keras_internals, patches, sublayers
-from kmp.policy import misuse_warnings
-from kmp.utils import DTYPES_16_BIT, FORMATS_16_BIT
+from kmp.backend import keras_internals
+from kmp.backend.keras_internals import sublayers
+from kmp.backend.patching import patches
+from kmp.enabling import misuse_warnings
+from kmp.utils.float_formats import DTYPES_16_BIT, FORMATS_16_BIT
 
 # The layers of Keras that accept indices as floats.
 _LOOK_UPS = (

@@ -5,10 +5,14 @@ from typing import Any
 
 import keras
 
-from kmp import guarding, layers
-from kmp.backend import compute_dtypes, keras_internals, output_layers
+from kmp.backend import keras_internals
+from kmp.backend.keras_internals import compute_dtypes, output_layers
+from kmp.guarding.guarded_step import guarded_step_of, has_keras_step
+from kmp.guarding.model_optimizers import all_optimizers_of
+from kmp.layers.float32_rules import SIGMOID, SOFTMAX, Float32Rule, Moment, float32_rule
 from kmp.optimizer import LossScaleOptimizer
-from kmp.utils import FLOAT16, FLOAT32, user_messages
+from kmp.utils import user_messages
+from kmp.utils.float_formats import FLOAT16, FLOAT32
 
 issued_messages: set[str] = (
     set()
@@ -59,20 +63,20 @@ def _activations_in_float16(
     has_graph = bool(keras_internals.graph_tensors(layer, "outputs"))
     policy = keras.DTypePolicy("mixed_float16")
     for child in output_layers(layer):
-        rule = layers.float32_rule(child, policy, layers.Moment.COMPILE)
-        if rule is None or (rule is layers.SIGMOID and not has_graph):
+        rule = float32_rule(child, policy, Moment.COMPILE)
+        if rule is None or (rule is SIGMOID and not has_graph):
             yield from _activations_in_float16(child, is_cross_entropy)
             continue
-        is_harmful = rule is layers.SOFTMAX or is_cross_entropy
+        is_harmful = rule is SOFTMAX or is_cross_entropy
         if is_harmful and child.compute_dtype == FLOAT16.name:
-            function = "softmax" if rule is layers.SOFTMAX else "sigmoid"
+            function = "softmax" if rule is SOFTMAX else "sigmoid"
             yield f"the {function} of output layer {child.name!r}", _remedy(child, rule)
 
 
-def _remedy(layer: keras.Layer, rule: layers.Float32Rule) -> str:
+def _remedy(layer: keras.Layer, rule: Float32Rule) -> str:
     """Returns what to write in place of an output layer."""
     is_only_activation = isinstance(layer, keras.layers.Softmax | keras.layers.Activation)
-    if rule is layers.SOFTMAX and is_only_activation:
+    if rule is SOFTMAX and is_only_activation:
         return "kmp.layers.Softmax()"
     return f"{type(layer).__name__}(..., dtype='float32')"
 
@@ -96,8 +100,8 @@ def warn_before_training(model: keras.Model) -> None:
 
     Its own optimizers, if any, must exist already.
     """
-    dtypes, optimizers = compute_dtypes(model), guarding.all_optimizers_of(model)
-    step = guarding.guarded_step_of(model)
+    dtypes, optimizers = compute_dtypes(model), all_optimizers_of(model)
+    step = guarded_step_of(model)
     if dtypes == {FLOAT32.name} and not (step and step.has_fallback):
         warn_once(model, _NOT_FLOAT16)
     unscaled = _unscaled(model, optimizers)
@@ -116,6 +120,6 @@ def _unscaled(
     if len(unscaled) == len(optimizers):
         return unscaled
     # Beside one that scales. A step of Keras uses that of the model alone.
-    if guarding.has_keras_step(model):
+    if has_keras_step(model):
         return []
     return [each for each in unscaled if each is not model.optimizer]

@@ -6,7 +6,7 @@ import pytest
 import tensorflow as tf
 
 import kmp
-from kmp.policy import Gpu, gpu_support
+from kmp.enabling import Gpu, gpu_support
 
 H200, T4, P100 = Gpu("H200", (9, 0)), Gpu("T4", (7, 5)), Gpu("P100", (6, 0))
 

@@ -12,19 +12,25 @@ from weakref import WeakKeyDictionary
 
 import keras
 
-from kmp import guarding, layers
-from kmp.backend import compute_dtypes, keras_internals, patches
-from kmp.optimizer import LossScaleOptimizer
-from kmp.policy import exact_indices, misuse_warnings
-from kmp.policy.active_settings import (
+from kmp.backend import keras_internals
+from kmp.backend.keras_internals import compute_dtypes
+from kmp.backend.patching import patches
+from kmp.enabling import exact_indices, misuse_warnings
+from kmp.enabling.active_settings import (
     FLOAT16_POLICIES,
     active,
     current_settings,
     is_float16_enabled,
     rewrite_dtypes,
 )
-from kmp.policy.optimizers import wrap_for_compile
-from kmp.utils import FLOAT16, user_messages
+from kmp.enabling.optimizers import wrap_for_compile
+from kmp.guarding.guarded_step import guard_train_step, guarded_step_of, is_built
+from kmp.guarding.model_optimizers import optimizers_of
+from kmp.layers.float32_classes import keep_in_float32, selected_classes
+from kmp.layers.fused_normalization import fuse_normalization
+from kmp.optimizer import LossScaleOptimizer
+from kmp.utils import user_messages
+from kmp.utils.float_formats import FLOAT16
 
 _policy_at_compile: WeakKeyDictionary[keras.Model, str] = WeakKeyDictionary()
 
@@ -102,7 +108,7 @@ def _computes_in_float16(model: keras.Model) -> bool:
 def _note_compiled(model: keras.Model) -> None:
     """Does what follows `compile` under `enable`."""
     if isinstance(model.optimizer, LossScaleOptimizer):
-        guarding.guard_train_step(model)
+        guard_train_step(model)
     settings = current_settings()
     _policy_at_compile.pop(model, None)
     if settings:
@@ -123,8 +129,8 @@ def make_train_function_patch(original: Callable[..., None]) -> Callable[..., No
         is_new = False
         # `train_on_batch` calls this in each step: the search for optimizers is for a model that
         # has no guard.
-        if guarding.guarded_step_of(self) is None and guarding.optimizers_of(self):
-            is_new = guarding.guard_train_step(self)
+        if guarded_step_of(self) is None and optimizers_of(self):
+            is_new = guard_train_step(self)
             exact_indices.keep_all_exact(self)  # of a model that was loaded without `enable`
         previous = self.train_function
         original(self, force or is_new)
@@ -144,13 +150,13 @@ def _prepared(model: keras.Model, train_function: Callable[[Any], Any]) -> Calla
         None,
         *FLOAT16_POLICIES,
     )
-    if is_unchecked and guarding.is_built(model):
+    if is_unchecked and is_built(model):
         misuse_warnings.warn_before_training(model)
         is_unchecked = False
 
     def run(iterator: Any) -> Any:
         nonlocal is_first, is_unchecked
-        guard = guarding.guarded_step_of(model)
+        guard = guarded_step_of(model)
         if guard:
             guard.begin_execution(iterator, is_first)
         is_first = False
@@ -223,10 +229,10 @@ def layer_init_patch(original: Callable[..., None]) -> Callable[..., None]:
     def __init__(self: keras.Layer, *args: Any, **kwargs: Any) -> None:  # noqa: N807
         original(self, *args, **kwargs)
         if active:
-            layers.fuse_normalization(self)
-        if active or layers.selected_classes() is not None:
+            fuse_normalization(self)
+        if active or selected_classes() is not None:
             exact_indices.keep_exact(self)
-            layers.keep_in_float32(self)
+            keep_in_float32(self)
         # Keras creates the functional model of a Sequential when that is built, perhaps later.
         exact_indices.keep_input_exact(self)
 

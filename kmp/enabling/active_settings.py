@@ -5,7 +5,7 @@ import threading
 
 import keras
 
-from kmp.scaling import LossScaleSettings
+from kmp.scaling.settings import LossScaleSettings
 
 POLICIES = ("mixed_float16", "mixed_bfloat16", "float32", "float16")
 FLOAT16_POLICIES = ("mixed_float16", "float16")
