@@ -16,9 +16,8 @@ import time
 from pathlib import Path
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
-os.environ.setdefault(
-    "TF_ENABLE_ONEDNN_OPTS", "0"
-)  # its float16 is many times slower on newer CPUs
+# Its float16 is many times slower on newer CPUs.
+os.environ.setdefault("TF_ENABLE_ONEDNN_OPTS", "0")
 
 import keras
 import numpy as np
@@ -43,9 +42,8 @@ def images():
 
     pixels, digits = mnist_data()
     order = np.random.default_rng(0).permutation(len(digits))
-    order = order[
-        np.argsort(digits[order], kind="stable")
-    ]  # sorted by digit, in random order within each digit
+    # Sorted by digit, in random order within each digit.
+    order = order[np.argsort(digits[order], kind="stable")]
     is_test = np.arange(len(order)) % (len(order) // TEST_IMAGES) == 0
     x = pixels.reshape(-1, 28, 28, 1).astype("float32") / 255
     return (x[order[~is_test]], digits[order[~is_test]]), (
@@ -60,9 +58,8 @@ def build():
     Only the output layer is explicitly float32.
     """
     layers = keras.layers
-    normalize = functools.partial(
-        layers.BatchNormalization, momentum=0.9
-    )  # the default adapts too slowly for short runs
+    # The default adapts too slowly for short runs.
+    normalize = functools.partial(layers.BatchNormalization, momentum=0.9)
     return keras.Sequential(
         [
             keras.Input((28, 28, 1)),

@@ -162,10 +162,8 @@ def bytes_of_million_steps(variables):
         key: dict.fromkeys(sample.names, 1)
         for key in ("overflows_by_variable", "overflow_origins_by_variable")
     }
-    histograms = [
-        600 * (1 + variables // 2),
-        *[600] * 9,
-    ]  # of TensorBoard, with their tags: every tenth by layer
+    # Of TensorBoard, with their tags: every tenth by layer.
+    histograms = [600 * (1 + variables // 2), *[600] * 9]
     log = events = step = reads = 0
     while step < MILLION:
         interval = 250 * 2 ** ((log + events) // Monitor.budget)

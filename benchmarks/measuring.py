@@ -7,9 +7,8 @@ from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
-os.environ.setdefault(
-    "TF_ENABLE_ONEDNN_OPTS", "0"
-)  # its float16 is many times slower on newer CPUs
+# Its float16 is many times slower on newer CPUs.
+os.environ.setdefault("TF_ENABLE_ONEDNN_OPTS", "0")
 
 import keras
 import numpy as np
@@ -126,9 +125,8 @@ class Step:
         random = np.random.default_rng(0)
         variables = [keras.Variable(np.full(shape, 0.05, "float32")) for shape in shapes]
         gradients = []
-        for shape in (
-            shapes
-        ):  # magnitudes over eight decades, a fifth of them zero, as in a network with ReLU
+        # Magnitudes over eight decades, a fifth of them zero, as in a network with ReLU.
+        for shape in shapes:
             values = random.normal(size=shape) * 10.0 ** random.uniform(-8, 0, size=shape)
             gradients.append(tf.constant(values * (random.random(shape) > 0.2), tf.float32))
         self.optimizer = _WRAPPERS[variant](_INNER[inner]())
@@ -138,9 +136,8 @@ class Step:
         @tf.function(jit_compile=MODES[mode], autograph=False)
         def step(gradients: Sequence[tf.Tensor]) -> tf.Tensor:
             run(lambda *values: self.optimizer.apply(list(values), variables), tuple(gradients))
-            return tf.identity(
-                self.optimizer.iterations.value
-            )  # as a training step returns its logs
+            # As a training step returns its logs.
+            return tf.identity(self.optimizer.iterations.value)
 
         self._step = lambda: step(gradients).numpy()
 

@@ -13,9 +13,8 @@ from typing import Any
 
 import tensorflow as tf
 
-_EVENT_OF_OPERATION = re.compile(
-    r"[^:]+:(\w+)"
-)  # its name and type; other events have no type, or a space before it
+# Its name and type; other events have no type, or a space before it.
+_EVENT_OF_OPERATION = re.compile(r"[^:]+:(\w+)")
 _ALL_EVENTS = 3  # by default, the profiler leaves out operations that take little time
 _CALL = "kmp_call"
 

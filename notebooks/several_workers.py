@@ -38,9 +38,8 @@ def main() -> None:
     )
     parser.add_argument("--epochs", type=int, default=5)
     arguments = parser.parse_args()
-    signal.signal(
-        signal.SIGTERM, lambda *_: sys.exit(1)
-    )  # runs `finally` below, which stops the workers
+    # Runs `finally` below, which stops the workers.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     if "TF_CONFIG" in os.environ:
         train(arguments.folder, arguments.epochs)
     else:
@@ -57,12 +56,10 @@ def train(folder: Path, epochs: int) -> None:
     import kmp
 
     keras.utils.set_random_seed(0)
-    strategy = (
-        tf.distribute.MultiWorkerMirroredStrategy()
-    )  # before any other TensorFlow object is created
-    is_chief = (
-        strategy.cluster_resolver.task_id == 0
-    )  # this cluster has only workers, no dedicated chief
+    # Before any other TensorFlow object is created.
+    strategy = tf.distribute.MultiWorkerMirroredStrategy()
+    # This cluster has only workers, no dedicated chief.
+    is_chief = strategy.cluster_resolver.task_id == 0
     kmp.enable()
     with strategy.scope():
         model = keras.Sequential(

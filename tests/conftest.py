@@ -10,9 +10,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 os.environ.setdefault("MPLBACKEND", "agg")
-os.environ.setdefault(
-    "TF_ENABLE_ONEDNN_OPTS", "0"
-)  # its float16 is many times slower on newer CPUs
+# Its float16 is many times slower on newer CPUs.
+os.environ.setdefault("TF_ENABLE_ONEDNN_OPTS", "0")
 os.environ.setdefault("TF_FORCE_GPU_ALLOW_GROWTH", "true")  # several test processes share one GPU
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # makes matrix products deterministic
 
@@ -66,9 +65,8 @@ def clean_state():
     """
     keras.config.set_dtype_policy("float32")
     keras.utils.set_random_seed(0)
-    tf.config.experimental.enable_tensor_float_32_execution(
-        False
-    )  # a GPU would use TF32 by default
+    # A GPU would use TF32 by default.
+    tf.config.experimental.enable_tensor_float_32_execution(False)
     yield
     kmp.disable()
     keras.config.set_dtype_policy("float32")

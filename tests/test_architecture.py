@@ -95,11 +95,8 @@ def test_private_names_of_keras_and_tensorflow_are_used_in_backend_only():
         }
         of_others = {node.attr for node in attributes if not is_self(node.value)}
         private = {name for name in of_others if name.startswith("_") and not name.startswith("__")}
-        assert private <= own | {
-            "_asdict",
-            "_replace",
-            "_getframe",
-        }, path  # of named tuples and `sys`, documented
+        # Of named tuples and `sys`, documented.
+        assert private <= own | {"_asdict", "_replace", "_getframe"}, path
 
 
 def is_self(node):

@@ -107,11 +107,8 @@ def test_commands_of_the_guide_run_as_they_are_written(
     commands = sorted({command for block in blocks for command in block.splitlines()})
     ours = [command for command in commands if command.startswith("kmp ")]
     assert ours == ["kmp audit model.keras", "kmp report runs/first"]
-    assert commands == [
-        ours[0],
-        ours[1],
-        "python notebooks/several_workers.py runs/workers",
-    ]  # see test_trainer_fixes.py
+    # See test_trainer_fixes.py.
+    assert commands == [ours[0], ours[1], "python notebooks/several_workers.py runs/workers"]
     assert [main(shlex.split(command)[1:]) for command in ours] == [0, 0]
     assert (tmp_path / "runs" / "first" / "report.html").exists()
     assert "dense" in capsys.readouterr().out
@@ -128,9 +125,8 @@ def test_python_blocks_of_the_guide_run_from_top_to_bottom(
     page, tmp_path, monkeypatch, two_replicas
 ):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(
-        tf.distribute, "MirroredStrategy", lambda: two_replicas
-    )  # see its docstring
+    # See its docstring.
+    monkeypatch.setattr(tf.distribute, "MirroredStrategy", lambda: two_replicas)
     # test_readme.py trains with replays, which take most of the time
     monkeypatch.setattr(kmp.callbacks, "defaults", partial(kmp.callbacks.defaults, replay=False))
     names, blocks = {"__name__": page}, python_blocks(GUIDE_PAGES[page])
@@ -147,9 +143,8 @@ def test_python_blocks_of_the_guide_run_from_top_to_bottom(
         assert [sample.step for sample in kmp.load_run("run").samples] == [11, 14]
 
 
-@pytest.mark.filterwarnings(
-    "ignore:overflow encountered in cast:RuntimeWarning"
-)  # one of the errors of the page
+# One of the errors of the page.
+@pytest.mark.filterwarnings("ignore:overflow encountered in cast:RuntimeWarning")
 def test_blocks_of_the_page_on_errors_print_what_it_says(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     code = "".join(python_blocks((DOCS / "errors.md").read_text(encoding="utf-8")))

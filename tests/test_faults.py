@@ -119,10 +119,8 @@ def test_overflow_on_one_replica(library, two_replicas):
         )
     x, _ = small_data(1)
     y = x.sum(1, keepdims=True) * 0.5
-    for replica, is_skipped in (
-        (0, True),
-        (1, library == "kmp"),
-    ):  # Keras checks only the first replica
+    # Keras checks only the first replica.
+    for replica, is_skipped in ((0, True), (1, library == "kmp")):
         corrupt = x.copy()
         corrupt[4 * replica] = np.inf
         fit_data(model, (corrupt, y))
@@ -146,9 +144,8 @@ def test_model_that_float16_cannot_train(library):
         keras.layers.Dense(2),
         kmp.layers.Softmax(),
     ]
-    model = compiled(
-        layers, jit_compile=False
-    )  # on an H100, XLA's autotuner refused the product with a constant Inf
+    # On an H100, XLA's autotuner refused the product with a constant Inf.
+    model = compiled(layers, jit_compile=False)
     before = model.get_weights()
     if library == "keras":
         fit_data(model, small_data(30))

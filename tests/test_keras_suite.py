@@ -12,12 +12,10 @@ loss_scale_optimizer_test = pytest.importorskip(
 )
 
 
-@pytest.mark.filterwarnings(
-    "ignore:.*did not go through `scale_loss`"
-)  # they apply gradients without a loss
-@pytest.mark.filterwarnings(
-    "ignore::DeprecationWarning"
-)  # Keras' tests use features that NumPy 2 deprecates
+# They apply gradients without a loss.
+@pytest.mark.filterwarnings("ignore:.*did not go through `scale_loss`")
+# Keras' tests use features that NumPy 2 deprecates.
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_keras_own_tests_pass(monkeypatch):
     monkeypatch.setattr(loss_scale_optimizer_test, "LossScaleOptimizer", kmp.LossScaleOptimizer)
     suite = unittest.defaultTestLoader.loadTestsFromModule(loss_scale_optimizer_test)

@@ -31,12 +31,8 @@ CASES = [
     ("graph", "one replica", "clipnorm, decay", "no callbacks"),
     ("steps_per_execution", "one replica", "clipvalue, fixed scale", "no callbacks"),
     ("graph", "two replicas", "clipnorm, decay", "default callbacks"),
-    (
-        "eager",
-        "two replicas",
-        "ema, accumulation",
-        "default callbacks",
-    ),  # in a graph, Keras has neither under a strategy
+    # In a graph, Keras has neither under a strategy.
+    ("eager", "two replicas", "ema, accumulation", "default callbacks"),
 ]
 
 

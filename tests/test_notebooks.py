@@ -24,16 +24,13 @@ KNOWN_FACTS = {
     "The default is every 2,000.": "`growth_interval`, asserted in notebook 3",
 }
 
-NOT_PROSE = re.compile(
-    r"```.*?```|`[^`]*`|\]\([^)]*\)|https?://\S+"
-)  # code, and the targets of links
-NOT_VALUES = re.compile(
-    r"#.*|:[^\s{}]+(?=})"
-)  # comments, and the format specifications of f-strings
+# Code, and the targets of links.
+NOT_PROSE = re.compile(r"```.*?```|`[^`]*`|\]\([^)]*\)|https?://\S+")
+# Comments, and the format specifications of f-strings.
+NOT_VALUES = re.compile(r"#.*|:[^\s{}]+(?=})")
 SEPARATORS = re.compile(r"(?<=\d)[,_](?=\d{3})|[{}]")  # 10,000 and 10_000; 2^{-24}
-NUMBER = re.compile(
-    r"(?<![\w.])(\d+(?:\.\d+)?(?:e[+-]?\d+)?)(?:\^([+-]?\d+))?(\s?%)?"
-)  # without its sign
+# Without its sign.
+NUMBER = re.compile(r"(?<![\w.])(\d+(?:\.\d+)?(?:e[+-]?\d+)?)(?:\^([+-]?\d+))?(\s?%)?")
 
 
 def numbers(text):
@@ -117,9 +114,8 @@ def output_types(notebook):
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings(
-    "ignore::DeprecationWarning", "ignore::ResourceWarning"
-)  # from Jupyter's own packages
+# From Jupyter's own packages.
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::ResourceWarning")
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_notebook_runs_and_stored_outputs_have_the_same_types(path, monkeypatch):
     monkeypatch.delenv("MPLBACKEND", raising=False)  # Jupyter shows figures inline

@@ -59,9 +59,8 @@ def test_importing_kmp_imports_nothing_heavy():
 def test_another_backend_is_an_error_that_names_it_and_says_what_to_do(backend):
     status, error = python("import kmp", KERAS_BACKEND=backend)
     assert status == 1
-    if (
-        "Unsupported backend : nosuch" not in error
-    ):  # keras-nightly itself refuses it when it is imported
+    # Keras-nightly itself refuses it when it is imported.
+    if "Unsupported backend : nosuch" not in error:
         assert (
             "ImportError: kmp runs on Keras' TensorFlow backend, and the backend chosen here is"
             f" {backend!r}" in error
@@ -112,9 +111,8 @@ def test_command_line_answers_before_keras_and_tensorflow_are_imported():
     assert output.splitlines()[-1] == f"[] {COMMAND_LINES}"
 
 
-@pytest.mark.filterwarnings(
-    "ignore:TensorFlow's bfloat16 pass does nothing without oneDNN"
-)  # tests turn it off
+# Tests turn it off.
+@pytest.mark.filterwarnings("ignore:TensorFlow's bfloat16 pass does nothing without oneDNN")
 @pytest.mark.parametrize("name", MODULES)
 def test_examples_in_docstrings_are_true(name):
     module = importlib.import_module(name)

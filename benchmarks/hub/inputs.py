@@ -51,9 +51,8 @@ def _prompts():
 
 
 def _boxes():
-    boxes = np.array(
-        [[[0, 0.5, 0.5, 0.6, 0.4]], [[1, 0.4, 0.6, 0.5, 0.5]]], "float32"
-    )  # index, center, size
+    # Index, center, size.
+    boxes = np.array([[[0, 0.5, 0.5, 0.6, 0.4]], [[1, 0.4, 0.6, 0.5, 0.5]]], "float32")
     return {"boxes": boxes, "box_labels": np.array([[1], [0]], "int32")}
 
 

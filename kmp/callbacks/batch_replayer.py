@@ -331,5 +331,9 @@ class BatchReplayer:
 
 def _zero_share(snapshot: Snapshot) -> float:
     """Returns the share of the sampled elements that are zero; 0 without a finite sample."""
-    histogram = snapshot.sample.histogram if snapshot.sample else None
-    return histogram.zero_fraction if histogram and histogram.total and histogram.is_finite else 0.0
+    if snapshot.sample is None:
+        return 0.0
+    histogram = snapshot.sample.histogram
+    if not histogram.total or not histogram.is_finite:
+        return 0.0
+    return histogram.zero_fraction

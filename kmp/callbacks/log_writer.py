@@ -177,9 +177,8 @@ class LogWriter:
             with self._events.as_default(step=run.rows[-1]["step"]):
                 tensorboard_events.write_text("kmp/verdict", str(advise(run)))
             self._events.flush()
-        except (
-            Exception
-        ) as error:  # neither the disk nor a log that somebody edited may end training
+        except Exception as error:
+            # Neither the disk nor a log that somebody edited may end training.
             user_messages.warn(
                 f"TensorBoard's text tab has no verdict: {user_messages.one_line(error)}."
             )

@@ -65,9 +65,8 @@ def write_histograms(step: int, by_tag: Mapping[str, ExponentHistogram]) -> int:
     values = []
     for tag, histogram in by_tag.items():
         edges, counts = histogram.log2_buckets()
-        buckets = np.stack([edges[:-1], edges[1:], counts], axis=1).astype(
-            np.float64
-        )  # left edge, right edge, count
+        # Left edge, right edge, count.
+        buckets = np.stack([edges[:-1], edges[1:], counts], axis=1).astype(np.float64)
         plugin = metadata.create_summary_metadata(display_name=None, description=_DESCRIPTION)
         values.append(Summary.Value(tag=tag, tensor=make_tensor_proto(buckets), metadata=plugin))
     return _write(step, values)

@@ -131,10 +131,8 @@ def config_of(layer: keras.Layer) -> Config:
     held = (value for sublayer in sublayers(layer) for value in vars(sublayer).values())
     if not any(getattr(value, "__name__", "") == "<lambda>" for value in held):
         return layer.get_config()
-    with (
-        _warnings_lock,
-        warnings.catch_warnings(),
-    ):  # it changes global state, which two threads would not restore
+    # It changes global state, which two threads would not restore.
+    with _warnings_lock, warnings.catch_warnings():
         warnings.filterwarnings("ignore", "The object being serialized includes a `lambda`")
         return layer.get_config()
 

@@ -31,17 +31,14 @@ class SampleStatistics:
         self.histogram = own.histogram
         self.unscaled_counts = self.histogram.unscaled.by_exponent
         self.amax, self.totals, self.zeros = own.amax, own.elements, own.zeros
-        self.is_all_zero = (self.totals > 0) & (
-            self.zeros == self.totals
-        )  # one without a gradient has no elements
-        below_normal = own.between(ZERO_BIN + 1, _FIRST_NORMAL_BIN)
-        self.small_shares = below_normal / np.maximum(
-            1, self.totals - self.zeros
-        )  # of the nonzero elements
+        # A variable without a gradient has no elements.
+        self.is_all_zero = (self.totals > 0) & (self.zeros == self.totals)
+        # Of the nonzero elements.
+        nonzero = np.maximum(1, self.totals - self.zeros)
+        self.small_shares = own.between(ZERO_BIN + 1, _FIRST_NORMAL_BIN) / nonzero
         # Norms of all variables: 0 if they were not measured.
-        self.weight_norm, update_norm = (
-            math.sqrt(np.nansum(n**2)) for n in (sample.weight_norm, sample.update_norm)
-        )
+        self.weight_norm = math.sqrt(np.nansum(sample.weight_norm**2))
+        update_norm = math.sqrt(np.nansum(sample.update_norm**2))
         self.update_ratio = update_norm / self.weight_norm if self.weight_norm else math.nan
 
     @property
@@ -55,10 +52,9 @@ class SampleStatistics:
         if not exponents.size:
             return 0.0
         lowest = 2.0 ** int(exponents[-1])
-        return (
-            float(np.clip(np.fmax.reduce(self.amax, initial=lowest), lowest, 2 * lowest))
-            / self.loss_scale
-        )
+        amax = np.fmax.reduce(self.amax, initial=lowest)
+        scaled = float(np.clip(amax, lowest, 2 * lowest))
+        return scaled / self.loss_scale
 
     @cached_property
     def underflowed(self) -> list[str]:
@@ -83,17 +79,15 @@ def statistics(run: Run) -> tuple[list[SampleStatistics], list[SampleStatistics]
     float32, all variables are kept: the result then shows what float16 would lose.
     """
     excluded = frozenset(run.settings.get("float32_variables") or ())
-    samples, references = (
-        [SampleStatistics(one, excluded) for one in each] for each in (run.samples, run.references)
-    )
+    samples = [SampleStatistics(each, excluded) for each in run.samples]
+    references = [SampleStatistics(each, excluded) for each in run.references]
     return samples, references
 
 
 def usable(samples: Iterable[SampleStatistics]) -> list[SampleStatistics]:
     """Returns the samples that have elements and no NaN or Inf."""
-    return [
-        sample for sample in samples if sample.histogram.is_finite and sample.histogram.total > 0
-    ]
+    finite = [sample for sample in samples if sample.histogram.is_finite]
+    return [sample for sample in finite if sample.histogram.total > 0]
 
 
 def unscaled_counts(samples: Iterable[SampleStatistics]) -> np.ndarray:

@@ -87,7 +87,8 @@ def is_born_in_loss(replay: Replay) -> bool:
 
 def needs_another_scale_only(replay: Replay) -> bool:
     """Whether a search found that no layer has to change, but the loss scale."""
-    return replay.search is not None and replay.search.is_found and not replay.search.layers
+    search = replay.search
+    return search is not None and search.is_found and not search.layers
 
 
 def forward_operations(replay: Replay) -> list[NonfiniteOperation]:

@@ -26,9 +26,8 @@ def stable_names(layers: Mapping[str, str]) -> dict[str, str]:
     for path, class_name in layers.items():
         parent, _, name = path.rpartition("/")
         words = re.sub(r"(.)([A-Z][a-z]+)", r"\1_\2", re.sub(r"\W+", "", class_name))
-        base = re.sub(
-            r"([a-z])([A-Z])", r"\1_\2", words
-        ).lower()  # as Keras names the first layer of a class
+        # As Keras names the first layer of a class.
+        base = re.sub(r"([a-z])([A-Z])", r"\1_\2", words).lower()
         if _NUMBER.sub("", name) == base:
             count = counts[parent, base]
             counts[parent, base] += 1

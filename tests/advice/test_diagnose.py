@@ -401,27 +401,18 @@ def test_optimizer_that_is_no_name_is_not_part_of_the_change(optimizer, name):
 
 
 ADAM = {"epsilon": 1e-7, "optimizer": "Adam", "learning_rate": 1e-3, "variable_dtypes": ["float16"]}
-SMALL = {
-    "first": -11,
-    "amax": 2.0**-11,
-    "norm": 2.0**-10,
-}  # gradients whose squares are 0 in float16
+# Gradients whose squares are 0 in float16.
+SMALL = {"first": -11, "amax": 2.0**-11, "norm": 2.0**-10}
 
 
 @pytest.mark.parametrize(
     ("norm", "gradients", "settings"),
     [
-        (
-            0.01,
-            SMALL,
-            {},
-        ),  # the root mean square of four weights is 0.005: five times the learning rate
+        # The root mean square of four weights is 0.005: five times the learning rate.
+        (0.01, SMALL, {}),
         (1.0, {}, {}),  # a constraint changes weights by more
-        (
-            1.0,
-            {"first": -30, "amax": 2.0**-30, "norm": 2.0**-29},
-            {},
-        ),  # the epsilon is larger than these anyway
+        # The epsilon is larger than these anyway.
+        (1.0, {"first": -30, "amax": 2.0**-30, "norm": 2.0**-29}, {}),
         (0.5, SMALL, {"steps_per_execution": 32}),
         (1.0, SMALL, {"optimizer": "RMSprop"}),  # its epsilon is inside the root
         (1.0, SMALL, {"variable_dtypes": ["float32"]}),
@@ -514,7 +505,7 @@ def test_nonfinite_data_are_reported_with_the_part_to_correct(part, cause):
         cause,
         WARNING,
         f"the batch's {part}",
-    )  # rare
+    )
     assert ("np.abs(x) <= 65504" if part == "x" else f"np.isfinite({part})") in finding.change
     arrays = "x, y" if part == "x" else "x, y, sample_weight"
     assert finding.change.endswith(
@@ -714,11 +705,8 @@ NAN_IN_BATCH = replay_of(is_finite_in_float32=False, nonfinite_part="the batch's
         (NAN_IN_BATCH, "data", "the batch's x"),
         (hidden(operation("Log", "inf")), "forward_underflow", "net/a"),
         (hidden(operation("RealDiv", "inf", smallest_input=0.0)), "constant", "net/a"),
-        (
-            hidden(operation("Cast", "inf", constant=-1e9)),
-            "backward_overflow",
-            "net/a",
-        ),  # of a mask
+        # Of a mask.
+        (hidden(operation("Cast", "inf", constant=-1e9)), "backward_overflow", "net/a"),
     ],
 )
 def test_nan_or_inf_that_the_losses_of_the_training_do_not_show_is_the_cause(

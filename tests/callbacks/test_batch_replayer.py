@@ -200,9 +200,8 @@ def test_own_training_step_is_replayed_or_where_it_runs_eagerly_its_forward_pass
     assert replay.float32_layers == [cube]
     finding = kmp.advise(run)[0]
     assert (finding.cause, finding.location) == ("forward_overflow", cube)
-    np.testing.assert_equal(
-        values(model.variables), before
-    )  # every step was skipped, and a replay assigns nothing
+    # Every step was skipped, and a replay assigns nothing.
+    np.testing.assert_equal(values(model.variables), before)
 
 
 @pytest.mark.parametrize(
@@ -411,9 +410,8 @@ def test_replay_that_takes_too_long_ends_and_the_last_one_has_fewer_examples(mon
     ]
 
 
-@pytest.mark.parametrize(
-    ("is_traced", "offset"), [(False, 0.0), (True, 20000.0)]
-)  # near it float16 has few bits
+# Near it float16 has few bits.
+@pytest.mark.parametrize(("is_traced", "offset"), [(False, 0.0), (True, 20000.0)])
 def test_custom_loop_under_guard_is_compared_in_its_forward_pass(is_traced, offset, tmp_path):
     optimizer = kmp.wrap(keras.optimizers.SGD(1e-9), loss_scale=64.0)
     lossy = layers.Lambda(lambda x: x + offset, name="lossy")

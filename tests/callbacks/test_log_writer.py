@@ -42,14 +42,8 @@ from kmp.records.log_schema import SCHEMA
 
 pytestmark = pytest.mark.usefixtures("enabled")
 
-TWICE = [
-    1,
-    10,
-    20,
-    21,
-    30,
-    40,
-]  # the steps of two trainings that follow each other, recorded every 10 steps
+# The steps of two trainings that follow each other, recorded every 10 steps.
+TWICE = [1, 10, 20, 21, 30, 40]
 
 
 def logged_steps(folder):
@@ -99,9 +93,8 @@ def test_files_have_the_records_of_the_callbacks(tmp_path):
     assert buckets[:, 2].sum() == run.histograms[0].by_exponent.sum()
     assert buckets[:, 1].tolist() == (buckets[:, 0] + 1).tolist()
     layers = run.samples[0].by_layer()
-    by_layer = sorted(
-        tag for tag in tags if tag.startswith("kmp_by_layer/")
-    )  # not numbered on from earlier models
+    # Not numbered on from earlier models.
+    by_layer = sorted(tag for tag in tags if tag.startswith("kmp_by_layer/"))
     assert by_layer == ["kmp_by_layer/sequential/dense", "kmp_by_layer/sequential/dense_1"]
     for name, tag in zip(layers, by_layer, strict=True):
         assert array_of(events.Tensors(tag)[0])[:, 2].sum() == layers[name].by_exponent.sum()
@@ -183,9 +176,8 @@ def test_run_that_resumes_with_the_backup_of_keras_ends_as_one_that_was_not_inte
         resumed = end_of_a_training(folder, [Interrupt(epoch=1), None], is_backup_first)
         assert resumed[0] == snapshot
         np.testing.assert_equal(resumed[1], variables)
-        assert (
-            resumed[2] == sampled_steps(folder) == sorted([*steps, 9])
-        )  # and the first step after the resume
+        # And the first step after the resume.
+        assert resumed[2] == sampled_steps(folder) == sorted([*steps, 9])
 
 
 HEADER = f'{{"schema":{SCHEMA},"kind":"header"}}\n'
@@ -383,10 +375,8 @@ def test_full_disk_stops_the_log_and_not_the_training(tmp_path):
 def test_reached_quota_stops_the_log_and_not_the_training_and_a_later_run_continues_the_log(
     tmp_path,
 ):
-    model, callbacks = (
-        compiled_model(jit_compile=False),
-        [LossScaleLogger(tmp_path, 1)],
-    )  # XLA writes files
+    # XLA writes files.
+    model, callbacks = (compiled_model(jit_compile=False), [LossScaleLogger(tmp_path, 1)])
     with (
         file_size_limit(4_000),
         pytest.warns(UserWarning, match="Logging .*File too large.*Training continues") as caught,

@@ -31,9 +31,8 @@ def steps_of(callback):
     return callback.run.series("loss_scale")[0].tolist()
 
 
-@pytest.mark.parametrize(
-    "mode", ["xla", "steps_per_execution"]
-)  # the other tests run in graph mode or eagerly
+# The other tests run in graph mode or eagerly.
+@pytest.mark.parametrize("mode", ["xla", "steps_per_execution"])
 def test_training_is_recorded_and_unchanged(mode):
     weights, callbacks = [], without_replays(every_n_steps=10)
     for used in ([], callbacks):
@@ -85,13 +84,8 @@ def test_records_have_the_optimizer_steps_if_a_batch_takes_several():
     )
     model.compile("sgd", "sparse_categorical_crossentropy", run_eagerly=True)
     fit(model, [callback], batches=12)
-    assert steps_of(callback) == [
-        2,
-        10,
-        14,
-        22,
-        24,
-    ]  # between two reads, each batch counts as one step
+    # Between two reads, each batch counts as one step.
+    assert steps_of(callback) == [2, 10, 14, 22, 24]
 
 
 def test_logged_norm_is_the_last_finite_one():
@@ -143,9 +137,8 @@ def test_monitor_copies_a_snapshot_only_after_new_steps(monkeypatch):
     snapshot = model.optimizer.snapshot
     monkeypatch.setattr(model.optimizer, "snapshot", lambda: snapshots.append(1) or snapshot())
     fit(model, [monitor], batches=10)
-    assert (
-        len(snapshots) == 2 + 3
-    )  # two at the start; then steps 1, 5, 10, and not at the end of the epoch
+    # Two at the start; then steps 1, 5, 10, and not at the end of the epoch.
+    assert len(snapshots) == 2 + 3
 
 
 def test_overflows_are_counted_and_the_rate_is_since_the_last_record():
@@ -289,9 +282,8 @@ def test_interrupted_training_keeps_no_reference_to_the_optimizer(tmp_path):
     keras.backend.clear_session()
     gc.collect()
     assert optimizer() is None
-    fit(
-        compiled_model(run_eagerly=True), [LossScaleLogger(tmp_path / "next")], batches=1
-    )  # closes those of the first
+    # Closes those of the first.
+    fit(compiled_model(run_eagerly=True), [LossScaleLogger(tmp_path / "next")], batches=1)
     assert str(tmp_path / "kmp.jsonl") not in {
         os.path.realpath(file) for file in Path("/proc/self/fd").iterdir()
     }
@@ -364,9 +356,8 @@ def test_copied_and_unpickled_callbacks_have_the_records_and_work_together(tmp_p
             x * np.nan, y, batch_size=8, verbose=0, callbacks=callbacks
         )
     assert written[-1] is monitor.run
-    assert (
-        monitor.run.last("overflows_in_a_row") == 10
-    )  # the monitor reads once more before the error
+    # The monitor reads once more before the error.
+    assert monitor.run.last("overflows_in_a_row") == 10
     assert monitor.run.replays[-1][1].batch.nonfinite
     assert originals[0].run.replays == before
 

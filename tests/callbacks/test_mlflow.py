@@ -8,9 +8,8 @@ mlflow = pytest.importorskip("mlflow", reason="needs the extra `loggers`")
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings(
-    "ignore:The ``noload`` loader strategy is deprecated"
-)  # in MLflow's own use of SQLAlchemy
+# In MLflow's own use of SQLAlchemy.
+@pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy is deprecated")
 def test_mlflow_gets_the_loss_scale_of_each_epoch_and_the_files(tmp_path):
     import mlflow.keras
 

@@ -65,9 +65,8 @@ def trained(data, policy):
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*kmp set")
-@pytest.mark.filterwarnings(
-    "ignore:overflow encountered in cast"
-)  # of the mask's constant, by NumPy
+# Of the mask's constant, by NumPy.
+@pytest.mark.filterwarnings("ignore:overflow encountered in cast")
 def test_transformer_whose_attention_masks_overflow_scores_as_in_float32_under_xla(monkeypatch):
     monkeypatch.setattr(batch_replayer, "_MOST_SECONDS", 600.0)  # on a busy machine too
     data = sentences()

@@ -87,9 +87,8 @@ def test_layer_that_overflows_is_set_to_float32_and_the_training_continues(tmp_p
 
 
 def test_training_that_is_stuck_is_replayed_and_repaired_before_it_ends(monkeypatch):
-    monkeypatch.setattr(
-        "kmp.callbacks.batch_replayer._MOST_REPLAYS", 0
-    )  # those of earlier overflows are used up
+    # Those of earlier overflows are used up.
+    monkeypatch.setattr("kmp.callbacks.batch_replayer._MOST_REPLAYS", 0)
     model, callbacks = overflowing(), [Monitor(patience=6)]
     with pytest.warns(
         UserWarning, match="At step 6 kmp set 'sequential.*/cube', 'sequential.*/norm' to float32"

@@ -231,9 +231,8 @@ def test_gpu_that_tensorflow_does_not_see_is_hidden_or_else_libraries_may_be_mis
 def test_xla_that_does_not_compile_is_a_warning(machine, monkeypatch):
     machine()
     monkeypatch.setattr(tf, "function", lambda *_, **options: failing("libdevice not found"))
-    checks = list(
-        doctor.gpu_checks(has_driver=False)
-    )  # nor is a machine without a GPU an error of the CUDA build
+    # Nor is a machine without a GPU an error of the CUDA build.
+    checks = list(doctor.gpu_checks(has_driver=False))
     assert [(check.name, check.status) for check in checks] == [
         ("CUDA build", OK),
         ("GPU", INFO),

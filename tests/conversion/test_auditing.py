@@ -33,10 +33,11 @@ def test_path_starts_with_that_of_the_parent_and_differs_for_layers_of_one_name(
         [keras.Input((3, 4)), layers.TimeDistributed(layers.Dense(2, name="in"), name="out")]
     )
     assert list(rows_of(wrapped))[-2:] == ["out", "out/in"]
+    # Subclassed.
     assert {path.split("/")[0] for path in rows_of(models.gan()[0])} == {
         "generator",
         "discriminator",
-    }  # subclassed
+    }
     cells = layers.StackedRNNCells(
         [layers.GRUCell(2, name="same"), layers.GRUCell(2, name="same")], name="cells"
     )
@@ -88,10 +89,8 @@ def test_batch_adds_overflow_underflow_and_relative_error():
     rows = rows_of(model, np.ones((2, 4), np.float32))
     assert (rows["tiny"].underflow_share, rows["tiny"].relative_error) == (1.0, 1.0)
     assert rows["tiny"].amax == pytest.approx(4e-9)
-    assert (rows["huge"].overflow_share, rows["huge"].overflows) == (
-        0.0,
-        True,
-    )  # its 1e12 kernel is Inf in float16
+    # Its 1e12 kernel is Inf in float16.
+    assert (rows["huge"].overflow_share, rows["huge"].overflows) == (0.0, True)
     assert rows["huge"].relative_error is None
 
 
@@ -102,9 +101,8 @@ def test_shares_are_of_all_elements_and_the_error_is_relative_to_the_norm():
     assert (row.overflow_share, row.underflow_share, row.amax) == (3 / 8, 1 / 8, np.float32(7e4))
     row = rows_of(model, batch, policy="mixed_bfloat16")["same"]  # it has the range of float32
     assert (row.overflow_share, row.underflow_share) == (2 / 8, 0.0)
-    batch = np.array(
-        [[1 + 2**-11, 1.0, 2**-12, 0.0]], "float32"
-    )  # the first is halfway, and rounded to even
+    # The first is halfway, and rounded to even.
+    batch = np.array([[1 + 2**-11, 1.0, 2**-12, 0.0]], "float32")
     assert rows_of(model, batch)["same"].relative_error == pytest.approx(2**-11 / 2**0.5, rel=1e-3)
 
 
@@ -122,10 +120,8 @@ def test_batch_compares_a_mixed_precision_model_with_its_float32_version():
     model = keras.Sequential([keras.Input((1,)), wrapper, large, layers.Dense(1)])
     mixed, batch = kmp.convert(model), np.ones((1, 1), "float32")
     rows = rows_of(mixed, batch)
-    assert (rows["large"].overflows, rows["large"].amax) == (
-        True,
-        1e5,
-    )  # its float32 version is the reference
+    # Its float32 version is the reference.
+    assert (rows["large"].overflows, rows["large"].amax) == (True, 1e5)
     assert rows["wrapper"].relative_error is not None
     assert rows["wrapper"].amax == rows["wrapper/inside"].amax
     summary = " ".join(kmp.audit(mixed, batch).summary.split())
@@ -171,11 +167,8 @@ def test_dimensions_to_pad_are_listed_only_for_16_bit_layers_of_a_mixed_precisio
         (layers.DepthwiseConv2D(3), (8, 8, 3), ()),
         (layers.LSTM(20), (3, 8), ("units 20 -> 24",)),
         (layers.GRU(8), (3, 5), ("inputs 5 -> 8",)),
-        (
-            layers.MultiHeadAttention(2, 12, value_dim=8),
-            (3, 16),
-            ("key_dim 12 -> 16",),
-        ),  # of its heads
+        # Of its heads.
+        (layers.MultiHeadAttention(2, 12, value_dim=8), (3, 16), ("key_dim 12 -> 16",)),
     ],
     ids=lambda value: value.name if isinstance(value, keras.Layer) else "",
 )
@@ -266,9 +259,8 @@ def test_float32_share_of_a_step_is_that_of_its_tensors_by_layer_class():
     cast_kernel = 2 * kernel  # to float16, and its gradient to float32
     products = 2 * (inputs + kernel + outputs)  # the forward pass, and the gradient of the kernel
     float32_of_dense = 4 * (cast_kernel + inputs)  # Keras casts the float32 inputs of the model
-    float32_of_tanh = 4 * (
-        2 * outputs + 3 * outputs + 2 * outputs
-    )  # forward, backward, and both casts
+    # Forward, backward, and both casts.
+    float32_of_tanh = 4 * (2 * outputs + 3 * outputs + 2 * outputs)
     float16 = 2 * (cast_kernel + inputs + products + 2 * outputs)
     total = float32_of_dense + float32_of_tanh + float16
     expected = {"Activation": float32_of_tanh / total, "Dense": float32_of_dense / total}

@@ -32,9 +32,8 @@ def test_optimizer_state_is_copied_both_ways_and_all_models_train_on(optimizer_c
     for optimizer in (inner, restored.optimizer):
         assert type(optimizer) is optimizer_class
         assert_equal(optimizer_state(optimizer), optimizer_state(model.optimizer))
-    assert (
-        type(kmp.convert(model, "mixed_bfloat16").optimizer) is optimizer_class
-    )  # which needs no loss scale
+    # Which needs no loss scale.
+    assert type(kmp.convert(model, "mixed_bfloat16").optimizer) is optimizer_class
     converted.train_on_batch(batch, batch)
     assert (int(inner.iterations.numpy()), int(model.optimizer.iterations.numpy())) == (3, 2)
     for trainee in (reference, model, restored):

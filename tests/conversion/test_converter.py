@@ -47,9 +47,8 @@ def test_converted_model_has_the_planned_dtypes_and_equal_weights_and_converts_b
     assert_equal(converted.variables, model.variables)
     assert not set(map(id, converted.variables)) & set(map(id, model.variables))
     for output, expected in zip(outputs_of(converted, batch), outputs_before, strict=True):
-        assert (
-            output.dtype == expected.dtype or make is models.gan
-        )  # kmp does not know a subclassed model's outputs
+        # kmp does not know a subclassed model's outputs.
+        assert output.dtype == expected.dtype or make is models.gan
         np.testing.assert_allclose(output, expected, rtol=1e-2, atol=1e-2)
     restored = kmp.to_float32(converted)
     assert_equal(outputs_of(restored, batch), outputs_before)
@@ -81,9 +80,8 @@ def test_converted_model_round_trips_through_a_file_and_trains(make, tmp_path):
         targets = keras.tree.map_structure(
             lambda output: np.zeros(output.shape, "float32"), loaded(batch)
         )
-    loaded.run_eagerly = (
-        make is not models.operations
-    )  # which has operations that are not layers, for a graph
+    # Which has operations that are not layers, for a graph.
+    loaded.run_eagerly = make is not models.operations
     assert np.isfinite(loaded.fit(batch, targets, verbose=0).history["loss"]).all()
     pairs = zip(loaded.trainable_variables, converted.trainable_variables, strict=True)
     assert any(np.any(np.asarray(trained) != np.asarray(original)) for trained, original in pairs)
@@ -263,9 +261,8 @@ def test_float16_model_is_returned_unchanged_and_logged_and_so_are_nonfinite_out
     assert "already computes in float16 and float32" in caplog.text
 
 
-@pytest.mark.filterwarnings(
-    "ignore:Layer .* does not have a `quantize` method"
-)  # Keras' own quantize
+# Keras' own quantize.
+@pytest.mark.filterwarnings("ignore:Layer .* does not have a `quantize` method")
 def test_quantized_model_is_returned_unchanged_and_logged(caplog):
     model, _ = models.classifier()
     model.quantize("int8")

@@ -142,9 +142,8 @@ def test_layers_have_the_category_of_their_source(layer, category):
             lambda x: ops.scatter(np.zeros((4, 1), "int32"), ops.sum(x, axis=0), (2,)),
         ),
         *each(NEEDS_FLOAT32, lambda x: ops.round(x, 2)),  # multiplies by 100
-        *each(
-            NEEDS_FLOAT32, lambda x: ops.image.rgb_to_hsv(ops.reshape(x, (4, 1, 1, -1)))
-        ),  # NaN of small values
+        # NaN of small values.
+        *each(NEEDS_FLOAT32, lambda x: ops.image.rgb_to_hsv(ops.reshape(x, (4, 1, 1, -1)))),
         *each(
             NEEDS_FLOAT32,
             lambda x: ops.map(ops.sum, x),

@@ -36,12 +36,8 @@ def test_sample_holds_counts_amax_and_norm_of_each_variable(run_step):
     row_of = dict(zip(sample.names, range(4), strict=True))
     rows = [row_of[variable.path] for variable in variables]
     assert sample[variables[0].path].by_exponent[[148, 152]].tolist() == [1, 1]
-    assert [sample[variable.path].total for variable in variables] == [
-        2,
-        0,
-        4,
-        4,
-    ]  # only stored rows
+    # Only stored rows.
+    assert [sample[variable.path].total for variable in variables] == [2, 0, 4, 4]
     assert [sample[variable.path].zeros for variable in variables] == [0, 0, 2, 1]
     np.testing.assert_allclose(sample.amax[rows], [8.0, 0.0, 4.0, 2.0])
     np.testing.assert_allclose(sample.norm[rows], np.array([np.hypot(8, 0.5), 0.0, 5.0, 3.0]) / 4)

@@ -65,9 +65,8 @@ def test_counts_of_one_and_of_several_gradients_are_exact_for_any_bits(is_determ
         expected = [reference_counts(array) for array in arrays]
     np.testing.assert_array_equal(several, expected)
     np.testing.assert_array_equal(one, expected[:1])
-    assert (
-        "DenseBincount" in operations
-    ) != is_deterministic  # on a GPU, it raises an error in deterministic mode
+    # On a GPU, it raises an error in deterministic mode.
+    assert ("DenseBincount" in operations) != is_deterministic
 
 
 @pytest.mark.parametrize("run_step", ["graph", "xla"], indirect=True)

@@ -93,12 +93,8 @@ def test_missing_sparse_and_overwritten_gradients_keep_their_indices(run_step):
     ("pairs", "largest", "scale", "flagged"),
     [
         (list(itertools.product(DTYPES, DTYPES)), 4e4, 0.25, {"float16"}),
-        (
-            [("float32", "float64")],
-            2e38 * 1024.0,
-            1024.0,
-            set(),
-        ),  # beyond float32 before, not after
+        # Beyond float32 before, not after.
+        ([("float32", "float64")], 2e38 * 1024.0, 1024.0, set()),
     ],
     ids=["every pair", "large float64"],
 )

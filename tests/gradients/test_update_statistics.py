@@ -70,12 +70,8 @@ def test_training_with_a_reloaded_optimizer_samples_its_first_step(tmp_path):
     ("corrupt", "options", "inner_options", "expected"),
     [
         (2, {"run_eagerly": True}, {"gradient_accumulation_steps": 4}, [6, 10, 14]),
-        (
-            5,
-            {"steps_per_execution": 4},
-            {},
-            [8, 12, 16],
-        ),  # the first execution is skipped, and one step of the second
+        # The first execution is skipped, and one step of the second.
+        (5, {"steps_per_execution": 4}, {}, [8, 12, 16]),
     ],
 )
 def test_step_that_updates_no_weights_is_not_measured_and_the_next_sample_is(

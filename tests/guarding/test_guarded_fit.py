@@ -98,9 +98,8 @@ def test_terminate_on_nan_stops_training_before_and_after_kmps_callbacks():
 
 def test_terminate_on_nan_ignores_an_overflow_of_the_gradients_alone():
     optimizer = kmp.LossScaleOptimizer("sgd", initial_scale=2.0**28)
-    model = compiled_model(
-        optimizer, **MODES["steps_per_execution"]
-    )  # which has a loss that kmp puts into the logs
+    # Which has a loss that kmp puts into the logs.
+    model = compiled_model(optimizer, **MODES["steps_per_execution"])
     history = fit_data(model, small_data(), callbacks=[keras.callbacks.TerminateOnNaN()])
     snapshot = model.optimizer.snapshot()
     assert (snapshot.step, snapshot.nonfinite_loss_count, 0 < snapshot.overflow_count < 20) == (
@@ -279,9 +278,8 @@ def test_layer_that_runs_only_in_training_is_trained_and_guarded_metrics_are_tho
     )
     history = fit_data(model, (x, [np.zeros((16, 1)), np.full((16, 1), 9.0)]))
     assert model.optimizer.counters.by_variable.shape == (2, 4)
-    assert (
-        abs(history["mae_1"][0] - history["mae"][0]) > 1.0
-    )  # both are finite, without the second batch
+    # Both are finite, without the second batch.
+    assert abs(history["mae_1"][0] - history["mae"][0]) > 1.0
 
 
 def test_metric_that_starts_at_infinity_and_has_a_bool_leaves_the_batch_with_a_nan_loss_out():
@@ -313,9 +311,8 @@ def test_metric_with_python_state_is_computed_eagerly():
             return self.total
 
     model = compiled_model(metrics=[Sum(name="total")], run_eagerly=True)
-    np.testing.assert_allclose(
-        fit_data(model, small_data(2))["total"], 16.0, rtol=1e-3
-    )  # of the probabilities
+    # Of the probabilities.
+    np.testing.assert_allclose(fit_data(model, small_data(2))["total"], 16.0, rtol=1e-3)
 
 
 def test_layers_that_a_callback_unfreezes_are_trained():
@@ -374,9 +371,8 @@ def test_batch_whose_gradients_are_not_applied_is_checked_and_keeps_its_statisti
     assert np.isfinite(fit_data(model, data_with_nan(0, 1, batches=4))["loss"][0])
 
 
-@pytest.mark.filterwarnings(
-    "ignore:Your input ran out of data:UserWarning"
-)  # Keras, at the end of a generator
+# Keras, at the end of a generator.
+@pytest.mark.filterwarnings("ignore:Your input ran out of data:UserWarning")
 @pytest.mark.parametrize(
     "mode", [{"run_eagerly": True}, {"jit_compile": False}], ids=["eager", "graph"]
 )

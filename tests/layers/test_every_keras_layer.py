@@ -240,9 +240,8 @@ CASES = {
     ],
     "TimeDistributed": [case(SEQUENCE, layer=partial(layers.Dense, 3), call=MASKED)],
     "UnitNormalization": [
-        raw(
-            VECTORS * 0, "zero"
-        ),  # its gradient is 1e12, which overflows in the float16 layer before it
+        # Its gradient is 1e12, which overflows in the float16 layer before it.
+        raw(VECTORS * 0, "zero"),
         case(VECTORS / 2**14, "small"),
         case(VECTORS * 256, "large"),
     ],
@@ -326,15 +325,13 @@ def results_of(tested, saved_model, compiled=None):
         return layer(*inputs if isinstance(inputs, tuple) else (inputs,), **arguments)
 
     def step(inputs):
-        inputs = keras.tree.map_structure(
-            tf.identity, inputs
-        )  # DataLayer changes dictionaries in place
+        # DataLayer changes dictionaries in place.
+        inputs = keras.tree.map_structure(tf.identity, inputs)
         with tf.GradientTape() as tape:
             sources = list(filter(is_float, keras.tree.flatten(inputs)))
             tape.watch(sources)
-            if (
-                not tested.is_raw
-            ):  # as behind another layer, whose gradient XLA computes in its dtype
+            # As behind another layer, whose gradient XLA computes in its dtype.
+            if not tested.is_raw:
                 inputs = keras.tree.map_structure(
                     lambda x: tf.nn.leaky_relu(tf.cast(x, dtype)) if is_float(x) else x, inputs
                 )

@@ -180,9 +180,8 @@ def test_listed_classes_and_their_subclasses_are_in_float32_while_float16_is_ena
 def test_other_policies_are_kept_where_the_layer_works():
     with kmp.enable("mixed_bfloat16"):
         assert T5MultiHeadAttention().compute_dtype == "bfloat16"
-        assert (
-            ESMRotaryEmbedding().compute_dtype == "float32"
-        )  # bfloat16 rounds positions above 256
+        # bfloat16 rounds positions above 256.
+        assert ESMRotaryEmbedding().compute_dtype == "float32"
         assert MaskedLMHead().compute_dtype == "float32"
     with kmp.enable("float32"):
         assert ESMRotaryEmbedding().compute_dtype == "float32"

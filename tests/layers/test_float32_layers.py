@@ -289,9 +289,8 @@ def test_float32_operation_is_finite_beyond_the_float16_range_and_does_not_cast_
     )
     outputs = squared(ops.full((1, 1), 300.0, "float16"), 2)
     assert outputs.dtype == "float32"
-    assert float(outputs[0, 0]) == pytest.approx(
-        90000.0, rel=2**-21
-    )  # on a GPU the last few bits of `power` differ
+    # On a GPU the last few bits of `power` differ.
+    assert float(outputs[0, 0]) == pytest.approx(90000.0, rel=2**-21)
     inputs = keras.Input((4,), dtype="int32")
     operation = Float32Operation(ops.where(inputs > 0, inputs, inputs)._keras_history.operation)
     assert operation(*[ops.ones((1, 4), "int32")] * 3).dtype == "int32"

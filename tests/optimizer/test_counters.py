@@ -103,10 +103,8 @@ def test_overflow_origin_is_nearest_to_the_loss_in_call_order():
 
 
 def test_origin_of_gradients_that_are_clipped_by_the_norm_of_all_is_that_before_the_clip():
-    last, first = variables = [
-        keras.Variable([2.0]),
-        keras.Variable([3.0]),
-    ]  # not in the order of their use
+    # Not in the order of their use.
+    last, first = variables = [keras.Variable([2.0]), keras.Variable([3.0])]
     optimizer = optimizer_for(*variables)
 
     @tf.custom_gradient
@@ -143,13 +141,8 @@ def test_nonfinite_loss_has_no_overflow_origin():
     by_layer = {
         path.split("/")[-2]: count for path, count in snapshot.overflows_by_variable.items()
     }
-    assert by_layer == {
-        "a": 3,
-        "b": 3,
-        "c": 2,
-        "d": 2,
-        "e": 2,
-    }  # NaN in the loss is in all gradients
+    # NaN in the loss is in all gradients.
+    assert by_layer == {"a": 3, "b": 3, "c": 2, "d": 2, "e": 2}
     rows = [row for row in run.rows if "overflow_count" in row]
     assert [row["nonfinite_losses_in_a_row"] for row in rows] == [0, 1, 0]
     assert ["overflow_origin" in row for row in rows] == [True, False, False]

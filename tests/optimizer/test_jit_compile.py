@@ -141,9 +141,8 @@ def test_auto_compiles_the_step_of_a_graph_on_a_gpu(
         optimizer.apply([tf.constant([1.0, 2.0])], [variable])
 
     assert compiles(tf.function(step, autograph=False)) == is_compiled
-    assert optimizer.compiles_step == (
-        jit_compile is True
-    )  # an eager loop may change values of Python later
+    # An eager loop may change values of Python later.
+    assert optimizer.compiles_step == (jit_compile is True)
 
 
 def test_clipping_under_a_strategy_warns_and_the_step_is_not_compiled(two_replicas):

@@ -44,9 +44,8 @@ def test_compiled_but_untrained_models_save_and_load(tmp_path, enabled):
     fit(trained, batches=2)
     trained.save_weights(tmp_path / "trained.weights.h5")
     fresh.save(tmp_path / "fresh.keras")
-    with pytest.warns(
-        UserWarning, match="Skipping variable loading for optimizer"
-    ):  # of Keras, about its variables
+    # Of Keras, about its variables.
+    with pytest.warns(UserWarning, match="Skipping variable loading for optimizer"):
         fresh.load_weights(tmp_path / "trained.weights.h5")
     with pytest.warns(UserWarning, match="Skipping variable loading for optimizer"):
         keras.models.load_model(tmp_path / "fresh.keras")

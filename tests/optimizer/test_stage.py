@@ -228,9 +228,8 @@ def test_loop_without_scale_loss_warns_once_and_divides_as_keras_class_does(weig
 def test_loop_that_needs_no_scale_loss_does_not_warn(weight, arguments):
     optimizer = optimizer_for(weight, **arguments)
     if not arguments:
-        tf.function(
-            lambda: optimizer.scale_loss(1.0)
-        )()  # a function that runs again calls no Python
+        # A function that runs again calls no Python.
+        tf.function(lambda: optimizer.scale_loss(1.0))()
     for _ in range(2):
         optimizer.apply([gradient_of(weight)], [weight])  # a warning would be an error
 
@@ -277,9 +276,8 @@ def test_stages_of_replicas_are_separate(two_replicas):
         def replica():
             unscaled = optimizer.unscale([gradient_of(weight, optimizer.scale_loss) / 2])
             context = tf.distribute.get_replica_context()
-            context.all_reduce(
-                tf.distribute.ReduceOp.SUM, tf.zeros([1])
-            )  # lets the other replica run
+            # Lets the other replica run.
+            context.all_reduce(tf.distribute.ReduceOp.SUM, tf.zeros([1]))
             optimizer.apply(unscaled, [weight])
 
         two_replicas.run(replica)

@@ -132,9 +132,8 @@ def test_scale_factor_of_the_inner_optimizer_is_the_fixed_loss_scale():
             kmp.wrap(keras.optimizers.SGD(1.0, loss_scale_factor=64.0), **arguments)
 
 
-@pytest.mark.filterwarnings(
-    "ignore:The loss was computed in float16"
-)  # Keras' losses have that dtype then
+# Keras' losses have that dtype then.
+@pytest.mark.filterwarnings("ignore:The loss was computed in float16")
 @pytest.mark.parametrize("floatx", ["float64", "float16", "bfloat16"])
 def test_other_floatx_trains(floatx):
     before = keras.config.floatx()

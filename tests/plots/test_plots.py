@@ -136,12 +136,8 @@ def test_histogram_without_finite_elements_has_zones_and_one_without_elements_is
 
 def test_heat_map_draws_each_share_at_its_step_and_exponent():
     older = sample(10, exponents={5: 1})
-    rows = [
-        sample(20, exponents={3: 1}),
-        older,
-        sample(10),
-        sample(100),
-    ]  # the newest sample of a step, in order
+    # The newest sample of a step, in order.
+    rows = [sample(20, exponents={3: 1}), older, sample(10), sample(100)]
     ax = plots.exponents_over_steps(Run(rows))
     corners = mesh(ax).get_coordinates()
     assert corners[0, :, 0].tolist() == [5, 15, 60, 140]
@@ -196,20 +192,22 @@ def test_overflow_is_marked_in_its_step_at_its_scale_or_where_that_is_unknown_at
             "overflow_rate": 0.0,
             "clean_steps": 20,
         },
+        # 16 in between.
         {
             "step": 40,
             "loss_scale": 8.0,
             "overflow_count": 1,
             "overflow_rate": 0.05,
             "clean_steps": 3,
-        },  # 16 in between
+        },
+        # Unknown.
         {
             "step": 60,
             "loss_scale": 8.0,
             "overflow_count": 3,
             "overflow_rate": 0.1,
             "clean_steps": 23,
-        },  # unknown
+        },
     ]
     ax = plots.loss_scale(Run(rows))
     drawn, marks = ax.lines
@@ -226,10 +224,8 @@ def test_overflow_is_marked_in_its_step_at_its_scale_or_where_that_is_unknown_at
     grown = plots.loss_scale(
         Run(rows, {"settings": {"rule": "DynamicScale", "growth_interval": 20}})
     )
-    assert line(grown, "last skipped").get_xydata().tolist() == [
-        [40, 8],
-        [60, 8],
-    ]  # clean since the growth
+    # Clean since the growth.
+    assert line(grown, "last skipped").get_xydata().tolist() == [[40, 8], [60, 8]]
     fixed = plots.loss_scale(Run(rows, {"settings": {"rule": "FixedScale"}}))
     assert line(fixed, "last skipped").get_xydata().tolist() == [[37, 8], [60, 8]]
 

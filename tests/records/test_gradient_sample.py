@@ -39,9 +39,8 @@ def test_variables_are_removed_and_update_ratios_and_the_total_norm_are_those_of
         "net/last/kernel",
     ]
     assert sample().without(NAMES).histogram.total == 0
-    np.testing.assert_allclose(
-        sample().update_ratio, [0.05, 0.05, math.nan]
-    )  # of a weight that is zero
+    # Of a weight that is zero.
+    np.testing.assert_allclose(sample().update_ratio, [0.05, 0.05, math.nan])
     assert sample().total_norm == 13.0
 
 

@@ -22,9 +22,8 @@ def test_run_round_trips_through_a_log(tmp_path):
         {"step": 3, "last_loss": 0.5},
     ]
     lines = [*map(to_line, [HEADER, *rows])]
-    (tmp_path / "kmp.jsonl").write_text(
-        "".join([*lines, '{"st'])
-    )  # the truncated last line is ignored
+    # The truncated last line is ignored.
+    (tmp_path / "kmp.jsonl").write_text("".join([*lines, '{"st']))
     run = load_run(tmp_path)
     for loaded in (run, load_run(tmp_path)):
         assert [to_line(row) for row in loaded.rows] == lines[1:]

@@ -29,9 +29,8 @@ def fit(model, x, **options):
     model.fit(x, np.zeros((len(x), 1)), verbose=0, shuffle=False, **{"batch_size": 8} | options)
 
 
-@pytest.mark.parametrize(
-    "mode", ["eager", "xla", "steps_per_execution"]
-)  # other tests use the mode graph
+# Other tests use the mode graph.
+@pytest.mark.parametrize("mode", ["eager", "xla", "steps_per_execution"])
 def test_requested_batch_and_skipped_batches_are_captured(mode):
     model, capture = captured_model(mode)
     x = np.linspace(-1, 1, 60, dtype="float32").reshape(20, 3)
@@ -45,9 +44,8 @@ def test_requested_batch_and_skipped_batches_are_captured(mode):
     fit(model, x)
     skipped = capture.read()
     assert (skipped.batch_size, skipped.step) == (4, 6)
-    np.testing.assert_array_equal(
-        skipped.data[0], x[[18, 16, 17, 19]]
-    )  # the suspicious example comes first
+    # The suspicious example comes first.
+    np.testing.assert_array_equal(skipped.data[0], x[[18, 16, 17, 19]])
     capture.forget()
     assert capture.read() is None
 

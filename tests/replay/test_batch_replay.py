@@ -102,9 +102,8 @@ def test_usable_scale_is_that_of_the_gradients_in_16_bits():
         model = sequential(layers.Dense(1, name="first"), to_units, end)
         return replayed(model, y=np.full((ROWS, 1), 1e6, "float32")).gradients.usable_scale
 
-    in_float32 = layers.Dense(
-        1, activation=lambda x: ops.cast(x, "float32") * 1e-3
-    )  # it computes in float16
+    # It computes in float16.
+    in_float32 = layers.Dense(1, activation=lambda x: ops.cast(x, "float32") * 1e-3)
     assert (
         replayed(
             sequential(in_float32), y=np.full((ROWS, 1), 1e6, "float32")
@@ -152,9 +151,8 @@ def test_first_nonfinite_operation_lost_constants_and_the_layer_for_float32_are_
     assert named(result.overflow.lost_constants) == ["lossy"] * bool(constants)
 
 
-@pytest.mark.filterwarnings(
-    "ignore:overflow encountered in cast:RuntimeWarning"
-)  # Keras' cast of the constant
+# Keras' cast of the constant.
+@pytest.mark.filterwarnings("ignore:overflow encountered in cast:RuntimeWarning")
 def test_constant_that_is_infinite_in_float16_is_where_inf_begins():
     first, *_ = replayed(model_of(layers.Lambda(lambda x: x + 1e5, name="lossy"))).operations
     assert (named([first.layer]), first.operation, first.value) == (["lossy"], "AddV2", "inf")

@@ -189,9 +189,8 @@ def test_sound_step_is_compared_with_its_gradients_and_changes_nothing(kind):
     assert all(0.98 < error.kept < 1.02 for error in result.gradient_errors)
     assert (result.unscaled.layers, result.float32_layers) == ([], [])
     np.testing.assert_equal(values(model.variables), before)
-    model.train_step(
-        (tf.constant(X), tf.constant(Y))
-    )  # a function of the step was not traced without its update
+    # A function of the step was not traced without its update.
+    model.train_step((tf.constant(X), tf.constant(Y)))
     assert not np.array_equal(values(model.trainable_variables)[0], before[0])
 
 

@@ -127,9 +127,8 @@ def test_file_that_cannot_be_replaced_is_written_in_place(tmp_path, path, monkey
 
 
 def test_file_in_a_read_only_folder_is_written_in_place(tmp_path, path, monkeypatch):
-    monkeypatch.setattr(
-        os, "access", lambda folder, mode: folder != tmp_path
-    )  # root may write into every folder
+    # Root may write into every folder.
+    monkeypatch.setattr(os, "access", lambda folder, mode: folder != tmp_path)
     atomic_files.write_json(path, [1])
     assert json.loads(path.read_text()) == [1]
 
