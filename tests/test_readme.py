@@ -101,12 +101,6 @@ def test_table_of_log_keys_is_what_the_callbacks_log(enabled):
     assert documented == set(history) - {"loss"}
 
 
-def test_table_of_the_schema_is_what_a_log_may_have():
-    rows = rows_of("## Schema of the log", GUIDE_PAGES["callbacks"])
-    documented = [key for cells in rows for key in re.findall("`(.*?)`", cells[0])]
-    assert sorted(documented) == sorted(kmp.records.RECORD_KEYS)
-
-
 def test_every_fault_in_the_table_is_a_test_that_exists():
     faults = (ROOT / "docs" / "faults.md").read_text(encoding="utf-8")
     for *_, name in rows_of("# Faults", faults):
