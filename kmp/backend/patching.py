@@ -94,14 +94,20 @@ class Patches:
 
         They are removed by the first `release_unused` after it.
         """
-        self._in_use.add(instance)
-        if not self.is_held(Reason.IN_USE):
-            self.hold(Reason.IN_USE, self._in_use)
+        with Undos() as undos, undos:
+            undos.lock(self._lock)
+            self._in_use.add(instance)
+            if not self.is_held(Reason.IN_USE):
+                self._holders[Reason.IN_USE] = [self._in_use]
+                self._update()
 
     def release_unused(self) -> None:
         """Removes the patches of `Reason.IN_USE` if no object that needs them is alive."""
-        if not self._in_use:
-            self.release(Reason.IN_USE, self._in_use)
+        with Undos() as undos, undos:
+            undos.lock(self._lock)
+            if not self._in_use:
+                self._holders[Reason.IN_USE] = []
+                self._update()
 
     def is_held(self, reason: Reason) -> bool:
         """Whether any holder gives this reason."""

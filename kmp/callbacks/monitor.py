@@ -19,6 +19,7 @@ from kmp.utils import user_messages, validation
 from kmp.utils.float_formats import FLOAT16
 
 logger = logging.getLogger("kmp")
+_CONFIGURATION_ERRORS = (ValueError, TypeError, OSError)
 _logged_models: WeakSet[keras.Model] = WeakSet()
 
 
@@ -162,21 +163,22 @@ class Monitor(keras.callbacks.Callback):
             self.run.rows.clear()
             self.run.header = {}
             return
-        training = Training(self, self.model, self.optimizer)
-        if training.prepare():
-            self.model.make_train_function(force=True)
-        training.start()
-        self._training = training
+        with self._only_watching(_CONFIGURATION_ERRORS):
+            training = Training(self, self.model, self.optimizer)
+            if training.prepare():
+                self.model.make_train_function(force=True)
+            training.start()
+            self._training = training
 
     def on_epoch_begin(self, epoch: int, logs: Logs = None) -> None:
         training = self._training
         if training is None:
             return
-        if not training.recorder.has_trained:
-            training.first_epoch = epoch
-            training.start()
-        training.open_log()
-        with self._only_watching():
+        with self._only_watching(_CONFIGURATION_ERRORS):
+            if not training.recorder.has_trained:
+                training.first_epoch = epoch
+                training.start()
+            training.open_log()
             training.begin_epoch(epoch)
 
     def on_train_batch_begin(self, batch: int, logs: Logs = None) -> None:
@@ -211,23 +213,25 @@ class Monitor(keras.callbacks.Callback):
             logs.update(self._training.recorder.logged)
 
     def _stop(self) -> None:
-        if self._training:
-            self._training.close()
-            self._training = None
+        training, self._training = self._training, None
+        if training:
+            with contextlib.suppress(Exception):
+                training.close()
 
     @contextlib.contextmanager
-    def _only_watching(self) -> Iterator[None]:
-        """Ends the watching, with a warning, and not the training, if the watching fails."""
+    def _only_watching(self, passing: tuple[type[Exception], ...] = ()) -> Iterator[None]:
+        """Ends the watching, with a warning, and not the training, if the watching fails.
+
+        Args:
+            passing: The errors of a wrong configuration.
+        """
         try:
             yield
-        except StuckError:
-            raise
-        except Warning:  # an error by the user's filter
-            raise
         except Exception as error:
-            with contextlib.suppress(Exception):
-                self._stop()
-            self._training = None
+            # A warning of kmp may be an error.
+            if isinstance(error, (StuckError, UserWarning, *passing)):
+                raise
+            self._stop()
             user_messages.warn(
                 f"{type(self).__name__} stops: {type(error).__name__}:"
                 f" {user_messages.one_line(error)}. The training continues."

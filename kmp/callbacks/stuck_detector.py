@@ -11,6 +11,8 @@ from kmp.optimizer import LossScaleOptimizer
 from kmp.records import Run, Snapshot
 from kmp.utils import user_messages
 
+_CHECKED_AT_LOW_SCALE = 8  # batches
+
 
 class StuckError(RuntimeError):
     """Raised by `kmp.callbacks.Monitor` if float16 training makes no progress. Names the cause.
@@ -74,7 +76,12 @@ class StuckDetector:
         """Returns after how many batches the training can be stuck at the earliest."""
         in_a_row = min(counts.overflows_in_a_row, counts.step - self.repaired_at)
         to_minimum = self._optimizer.rule.steps_to_min_scale(self.last.loss_scale)
-        return max(1, int(min(self._patience - in_a_row, to_minimum)))
+        if in_a_row == 0:  # at a low scale, a check of each batch would cost more than it is worth
+            to_minimum = max(to_minimum, _CHECKED_AT_LOW_SCALE)
+        to_patience = self._patience - in_a_row
+        if to_patience <= 0:  # this streak was reported; another one needs as many steps
+            return self._patience
+        return max(1, int(min(to_patience, to_minimum)))
 
     def message(self, streak: "Streak", run: Run) -> str:
         """Returns what the training is stuck in, the cause and what to try."""
@@ -128,7 +135,7 @@ def _counts_alone(now: Snapshot) -> str:
 
 def _weights_of(model: keras.Model) -> str:
     for weight in model.trainable_variables:
-        if not np.isfinite(keras.ops.convert_to_numpy(weight)).all():
+        if not np.isfinite(np.asarray(weight.value)).all():
             return (
                 "The weights are those from before the skipped steps, and"
                 f" {weight.path} contains NaN or Inf."

@@ -226,6 +226,8 @@ class Training:
 
     def close(self) -> None:
         """Frees memory and files."""
-        if self._replayer:
-            self._replayer.end()
-        self.recorder.close()
+        try:
+            if self._replayer:
+                self._replayer.end()
+        finally:
+            self.recorder.close()
