@@ -30,7 +30,7 @@ import kmp
 import kmp_cli
 from kmp import report
 from kmp.bench.measurement import alternate, comparison, in_new_process, peak_memory
-from kmp.callbacks import Monitor
+from kmp.callbacks.recorder import BUDGET
 from kmp.callbacks.training_records import record_size
 from kmp.records import GradientSample
 from kmp.records.compact_sample import compact
@@ -166,7 +166,7 @@ def bytes_of_million_steps(variables):
     histograms = [600 * (1 + variables // 2), *[600] * 9]
     log = events = step = reads = 0
     while step < MILLION:
-        interval = 250 * 2 ** ((log + events) // Monitor.budget)
+        interval = 250 * 2 ** ((log + events) // BUDGET)
         step += interval
         log += record_size({"sample": sample})
         log += (

@@ -18,7 +18,7 @@ from kmp.bench.measurement import (
     seconds_per_call,
 )
 from kmp.bench.models import OURS, compiled_model, convolutional, mlp, timed_training, transformer
-from kmp.replay import Passes, TrainStep, replay
+from kmp.replay import Passes, StepContext, TrainStep, replay_batch
 
 STEP, FINITE, OVERFLOWING = "training step", "replay", "replay of an overflow"
 MODELS = {
@@ -74,7 +74,7 @@ def seconds_of_replay(model, batch):
     variables = {variable.path: variable for variable in model.trainable_variables}
     step = TrainStep(functools.partial(type(model).train_step, model), [model.optimizer])
     passes = Passes(model, batch, step, variables)
-    return seconds_per_call(lambda: replay(passes, step=1, loss_scale=2.0**15))
+    return seconds_per_call(lambda: replay_batch(passes, StepContext(1, 2.0**15)))
 
 
 if __name__ == "__main__":

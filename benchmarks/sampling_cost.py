@@ -14,6 +14,7 @@ from measuring import SampledStep, Step, main, modes_of, shapes_of
 
 from kmp.bench.measurement import alternate, comparison, seconds_per_call
 from kmp.bench.models import OURS
+from kmp.callbacks.sample_schedule import UPDATES_EVERY
 from kmp.gradients.tensor_statistics import gradient_statistics
 
 TENSORS = 4
@@ -90,12 +91,7 @@ def steps_of(plain, sampled, rounds):
     median = {
         name: statistics.median(seconds) for name, seconds in alternate(timed, rounds).items()
     }
-    added = (
-        median["sample"]
-        - median["between"]
-        + median["read"]
-        + median["update"] / sampled.owner.updates_every
-    )
+    added = median["sample"] - median["between"] + median["read"] + median["update"] / UPDATES_EVERY
     return {
         "not sampled": [median["step"]],
         "sampled": [median["step"] + added / sampled.owner.every_n_steps],

@@ -12,7 +12,7 @@ from kmp.records import GradientSample, Snapshot
 _RETRIES = 16  # as many halvings lead from the default loss scale to 1
 _FIRST_UPDATES = 5  # samples that measure the update of the weights
 # In samples after these: measuring an update takes several times as long as sampling.
-_UPDATES_EVERY = 10
+UPDATES_EVERY = 10
 
 
 @dataclass(frozen=True)
@@ -124,7 +124,7 @@ class SampleSchedule:
         before = self._before
         if before and before.weights and self._has_updated(sample, before):
             self._measured += 1
-            self._until_update = 0 if self._measured < _FIRST_UPDATES else _UPDATES_EVERY - 1
+            self._until_update = 0 if self._measured < _FIRST_UPDATES else UPDATES_EVERY - 1
             return with_updates(sample, before.weights, self._selected())
         if self._measured:
             return sample

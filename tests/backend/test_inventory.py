@@ -292,7 +292,8 @@ def test_a_missing_function_costs_the_promise_of_its_patch_only(monkeypatch, rec
 
 IMPORT = """
 import keras, tensorflow as tf, numpy as np
-from kmp.backend import PATCHES, patches
+from kmp.backend.inventory import PATCHES
+from kmp.backend.patching import patches
 import kmp
 assert patches.applied() == [], patches.applied()
 with kmp.enable():
