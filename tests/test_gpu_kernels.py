@@ -51,9 +51,9 @@ def unwrapped_model(option):
 
 def captured(model):
     """Samples, and keeps the batches of skipped steps, to replay them."""
-    histogram = kmp.callbacks.GradientHistogram()
-    histogram.set_model(model)
-    histogram.on_train_begin()
+    monitor = kmp.callbacks.Monitor()
+    monitor.set_model(model)
+    monitor.on_train_begin()
     return model
 
 
