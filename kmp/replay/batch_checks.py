@@ -26,18 +26,14 @@ _SPARSE = keras.losses.SparseCategoricalCrossentropy, keras.losses.sparse_catego
 
 
 def check_batch(passes: Passes) -> BatchCheck:
-    """Returns what is wrong with a batch and the weights, before any training step."""
-    model, batch = passes.model, passes.batch
+    """Returns what is wrong with inputs and weights, before any training step."""
     is_assigned = [each.is_assigned and each.dtype == tf.float16 for each in passes.restored]
-    targets = None
-    if passes.step.is_of_keras:
-        targets = invalid_targets(model, batch, passes.restored)
+    batch = passes.batch
     return BatchCheck(
         nonfinite=nonfinite_part(batch),
-        invalid_targets=targets,
         has_sample_weight=len(batch) > 2 and batch[2] is not None,
         nonfinite_variables=_nonfinite_variables(passes.variables)[:_MOST_NAMED],
-        lost_weights=lost_weights(model),
+        lost_weights=lost_weights(passes.model),
         float16_states=sum(is_assigned),
     )
 

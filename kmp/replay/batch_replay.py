@@ -7,6 +7,7 @@ import contextlib
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, Literal
 
 import keras
@@ -20,12 +21,13 @@ from kmp.records.replay import (
     BatchCheck,
     Comparison,
     GradientRange,
+    InvalidTargets,
     LayerSearch,
     Overflow,
     UnscaledGradients,
 )
 from kmp.replay.batch_capture import is_ragged
-from kmp.replay.batch_checks import check_batch, invalid_binary_targets
+from kmp.replay.batch_checks import check_batch, invalid_binary_targets, invalid_targets
 from kmp.replay.eager_pass import Passes, PassResult, as_array
 from kmp.replay.layer_marks import LayerMarks
 from kmp.replay.layer_search import find_float32_layers
@@ -151,13 +153,19 @@ class _BatchReplay:
         self._passes = replace(passes, factor=context.loss_scale * self._share)
         later = passes.deadline + _SEARCH_SECONDS
         self._searching = replace(self._passes, deadline=later)
+        self._refusal: tf.errors.InvalidArgumentError | None = None
 
     def run(self) -> tuple[Replay, GradientSample | None]:
         """Returns the results of `replay_batch`."""
         passes = self._passes
         batch = check_batch(passes)
-        exact = self._in_float32(batch)
-        if exact is None:
+        exact = self._in_float32()
+        if exact is None or not exact.is_finite:
+            batch = replace(batch, invalid_targets=self._invalid_targets())
+        if exact is None and batch.invalid_targets is None:
+            assert self._refusal is not None
+            raise self._refusal
+        if exact is None or _is_explained_by_targets(batch, exact):
             return self._replay_without_passes(batch), None
         if passes.step.is_of_keras:
             targets = invalid_binary_targets(passes.model, passes.batch)
@@ -184,18 +192,20 @@ class _BatchReplay:
             return self._with_comparison(found, own, exact), sample
         return found, sample
 
-    def _in_float32(self, batch: BatchCheck) -> PassResult | None:
-        """Returns the pass in float32; `None` if it fails because of invalid targets."""
+    def _in_float32(self) -> PassResult | None:
+        """Returns the pass in float32; `None` if TensorFlow refuses the batch."""
         try:
-            exact = self._passes.in_float32(measure=True)
-        except tf.errors.InvalidArgumentError:
-            if batch.invalid_targets is None:
-                raise
-            return None  # TensorFlow refuses a batch with invalid targets, or its loss is NaN
-        has_other_reason = batch.nonfinite is not None or batch.nonfinite_variables
-        if batch.invalid_targets and not exact.is_finite and not has_other_reason:
+            return self._passes.in_float32()
+        except tf.errors.InvalidArgumentError as error:
+            self._refusal = error
             return None
-        return exact
+
+    def _invalid_targets(self) -> InvalidTargets | None:
+        """Returns invalid targets, for which TensorFlow refuses a batch, or its loss is NaN."""
+        passes = self._passes
+        if not passes.step.is_of_keras:
+            return None
+        return invalid_targets(passes.model, passes.batch, passes.restored)
 
     def _replay_without_passes(self, batch: BatchCheck) -> Replay:
         return Replay(
@@ -241,12 +251,17 @@ class _BatchReplay:
         usable = found.gradients.usable_scale or 1.0
         factor = min(max(1.0, usable), self._context.loss_scale) * self._share
         search, _ = find_float32_layers(
-            self._searching, lambda result: result.is_finite, exact, factor
+            self._searching,
+            lambda result: result.is_finite,
+            exact,
+            factor,
+            new_errors=lambda: self._measured.new_errors,
         )
         found = replace(found, overflow=overflow, search=search)
         # The loss of the training step was finite.
         if not self._passes.has_dropout and not math.isfinite(own.loss):
-            return self._with_compiled_outputs(found, overflow, own, exact)
+            with contextlib.suppress(TimeoutError):  # the search stands
+                return self._with_compiled_outputs(found, overflow, own, exact)
         return found
 
     def _find_operations(self, exact: PassResult) -> Overflow:
@@ -278,7 +293,7 @@ class _BatchReplay:
         error = exact.marks.error_of(passes.compiled_outputs())
         if not soundness.are_harmful(error, []):
             return replace(found, overflow=replace(overflow, is_finite_compiled=True))
-        return replace(found, comparison=Comparison(error, layer_errors(own, exact)))
+        return replace(found, comparison=Comparison(error, layer_errors(own, self._measured)))
 
     def _with_comparison(self, found: Replay, own: PassResult, exact: PassResult) -> Replay:
         """Adds the errors of outputs, gradients and states, and the layers that remove them."""
@@ -287,9 +302,14 @@ class _BatchReplay:
         states = None
         with contextlib.suppress(TimeoutError):  # the comparison of outputs and gradients stands
             states = state_errors(own, reference)
-        comparison = replace(comparison, layers=layer_errors(own, exact), states=states)
+        comparison = replace(comparison, layers=layer_errors(own), states=states)
         found = replace(found, comparison=comparison)
-        if not soundness.is_harmful(found):
+        is_harmful = soundness.is_harmful(found)
+        if is_harmful or comparison.output_error > thresholds.HARMFUL_OUTPUT_ERROR:
+            with contextlib.suppress(TimeoutError):
+                comparison = replace(comparison, layers=layer_errors(own, self._measured))
+                found = replace(found, comparison=comparison)
+        if not is_harmful:
             return found
 
         # At the largest usable scale: if float16 only flushed gradients to zero, no layer has to
@@ -302,6 +322,7 @@ class _BatchReplay:
             exact,
             max(usable, self._passes.factor),
             lost,
+            new_errors=lambda: self._measured.new_errors,
         )
         found = replace(found, search=search)
         if watched:
@@ -318,11 +339,16 @@ class _BatchReplay:
             return replace(found, unscaled=unscaled_gradients(self._searching, exact))
         return found
 
+    @cached_property
+    def _measured(self) -> LayerMarks:
+        """The marks of a pass in float32 in which each layer also runs in its own precision."""
+        return self._searching.in_float32(measure=True).marks
+
     def _reference(self, exact: PassResult) -> Reference:
         return Reference(
             model=self._passes.model,
             exact=exact,
-            half=self._half_pass(),
+            halved=self._half_pass,
             after=replace(self._searching, states=exact.states).in_float32,
             noise_factor=math.sqrt(self._share),
             largest_norms=self._context.largest_norms,
@@ -339,6 +365,12 @@ class _BatchReplay:
         size = passes.examples // 2
         half = keras.tree.map_structure(lambda tensor: tensor[:size], passes.data)
         return replace(passes, data=_tiled(half, passes.examples)).in_float32()
+
+
+def _is_explained_by_targets(batch: BatchCheck, exact: PassResult) -> bool:
+    """Whether nothing but invalid targets makes a pass in float32 fail."""
+    has_other_reason = batch.nonfinite is not None or batch.nonfinite_variables
+    return bool(batch.invalid_targets and not exact.is_finite and not has_other_reason)
 
 
 def _compared(result: PassResult, reference: Reference) -> Comparison:

@@ -1,7 +1,7 @@
 """Searches the fewest layers that have to compute in float32 for a sound pass."""
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import tensorflow as tf
 
@@ -15,6 +15,7 @@ _MOST_LAYERS = 12
 _DTYPE_ERRORS = (ValueError, TypeError, tf.errors.InvalidArgumentError)
 
 Chosen = tuple[str, ...]
+NewErrors = Callable[[], Mapping[str, float]]
 
 
 def find_float32_layers(
@@ -23,21 +24,24 @@ def find_float32_layers(
     exact: PassResult,
     factor: float,
     suspects: Sequence[str] = (),
+    *,
+    new_errors: NewErrors,
 ) -> tuple[LayerSearch, PassResult | None]:
     """Returns layers with which a pass is sound if they compute in float32; and a watched pass.
 
     Args:
         passes: The passes.
         is_sound: Whether a pass in the precision of the model is sound.
-        exact: The pass in float32, with `new_errors`.
+        exact: The pass in float32.
         factor: What to multiply the loss by.
         suspects: The paths of layers to try first.
+        new_errors: Returns the error that each layer adds, by path; called if it is needed.
 
     Returns:
         The search: none of its layers is needless if the time was enough to try. And the pass in
         the precision of the model, unless that took too long.
     """
-    search = _Search(passes, exact, factor, suspects)
+    search = _Search(passes, exact, factor, suspects, new_errors)
     try:
         result = search.run(())
     except TimeoutError:
@@ -51,10 +55,15 @@ def find_float32_layers(
 
 class _Search:
     def __init__(
-        self, passes: Passes, exact: PassResult, factor: float, suspects: Sequence[str]
+        self,
+        passes: Passes,
+        exact: PassResult,
+        factor: float,
+        suspects: Sequence[str],
+        new_errors: NewErrors,
     ) -> None:
         self._passes, self._exact, self._factor = passes, exact, factor
-        self._suspects = suspects
+        self._suspects, self._new_errors = suspects, new_errors
         self._layers = computing_layers(passes.model)
         # A model that computes outside of its layers, if it is small, when nothing else is enough.
         is_small = len(layers_in_16_bits([passes.model])) <= _MOST_LAYERS
@@ -112,25 +121,33 @@ class _Search:
         If a layer fails, one that contains it may not: the user's code may add its float32 result
         to float16.
         """
-        candidates = [*self._suspects, *_candidates(result, self._exact, self._parts)]
-        parents = [candidate.rpartition("/")[0] for candidate in candidates]
-        for start in (*candidates, *parents):
-            path = start
-            while path in self._parts and path not in chosen:
-                yield path
-                path = path.rpartition("/")[0]
+        tried = []
+        for path in self._candidates(result):
+            tried.append(path)
+            yield from self._outwards(path, chosen)
+        for path in tried:
+            yield from self._outwards(_parent_of(path), chosen)
         yield from (path for path in self._last_resort if path not in chosen)
 
+    def _outwards(self, path: str, chosen: Chosen) -> Iterator[str]:
+        while path in self._parts and path not in chosen:
+            yield path
+            path = _parent_of(path)
 
-def _candidates(result: PassResult, exact: PassResult, parts: set[str]) -> Iterator[str]:
-    """Yields the layers that may have to compute in float32."""
-    paths = [path for path in result.marks.called if path in parts]
-    yield from _near_nonfinite_operations(result, paths)
-    # What the loss does to the outputs, in their dtype, if these agree.
-    if result.marks.output_error <= thresholds.HARMFUL_OUTPUT_ERROR:
-        yield from paths[-1:]
-    yield from _with_new_errors(exact, paths)
-    yield from _where_errors_show(result, paths)
+    def _candidates(self, result: PassResult) -> Iterator[str]:
+        """Yields the layers that may have to compute in float32."""
+        yield from self._suspects
+        paths = [path for path in result.marks.called if path in self._parts]
+        yield from _near_nonfinite_operations(result, paths)
+        # What the loss does to the outputs, in their dtype, if these agree.
+        if result.marks.output_error <= thresholds.HARMFUL_OUTPUT_ERROR:
+            yield from paths[-1:]
+        yield from _with_new_errors(self._new_errors(), paths)
+        yield from _where_errors_show(result, paths)
+
+
+def _parent_of(path: str) -> str:
+    return path.rpartition("/")[0]
 
 
 def _near_nonfinite_operations(result: PassResult, paths: Sequence[str]) -> Iterator[str]:
@@ -158,12 +175,12 @@ def _neighbors(found: NonfiniteOperation, index: int, next_one: int) -> Sequence
     return (next_one - 1, next_one)
 
 
-def _with_new_errors(exact: PassResult, paths: Sequence[str]) -> Iterator[str]:
+def _with_new_errors(new_errors: Mapping[str, float], paths: Sequence[str]) -> Iterator[str]:
     """Yields the layers where a large error is born, the largest first."""
-    new_errors = {path: exact.marks.new_errors.get(path, 0.0) for path in paths}
-    limit = max(new_errors.values(), default=0.0) / 10
-    for path in sorted(paths, key=new_errors.__getitem__, reverse=True):
-        if new_errors[path] > limit:
+    added = {path: new_errors.get(path, 0.0) for path in paths}
+    limit = max(added.values(), default=0.0) / 10
+    for path in sorted(paths, key=added.__getitem__, reverse=True):
+        if added[path] > limit:
             yield path
 
 

@@ -1,5 +1,6 @@
 """Compares a pass in the precision of the model with one in float32."""
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -15,7 +16,7 @@ from kmp.diagnosis import thresholds
 from kmp.records.gradient_sample import layer_of
 from kmp.records.replay import GradientError, LayerError, LostWeight, StateError
 from kmp.replay.eager_pass import PassResult, as_array, float_states
-from kmp.replay.layer_marks import LARGEST_ERROR
+from kmp.replay.layer_marks import LARGEST_ERROR, LayerMarks
 from kmp.utils.float_formats import FLOAT16
 
 _MOST_LAYERS = 200
@@ -30,8 +31,9 @@ class Reference:
     Args:
         model: The model.
         exact: The pass over the batch.
-        half: A pass over the first half of the batch: how far its gradients are from those of the
-            batch estimates the sampling noise of these. `None` for a batch that is too small.
+        halved: Returns a pass over the first half of the batch: how far its gradients are from
+            those of the batch estimates the sampling noise of these. Or `None` for a batch that is
+            too small. Called if an error is so large that its noise matters.
         after: Returns a pass that begins with the states of `exact`.
         noise_factor: What to multiply this noise by, for the noise in a batch of the training.
         largest_norms: The largest norm of each layer's gradients in float32, in earlier
@@ -40,10 +42,15 @@ class Reference:
 
     model: keras.Model
     exact: PassResult
-    half: PassResult | None = None
+    halved: Callable[[], PassResult | None] | None = None
     after: Callable[[], PassResult] | None = None
     noise_factor: float = 1.0
     largest_norms: Mapping[str, float] = field(default_factory=dict)
+
+    @cached_property
+    def half(self) -> PassResult | None:
+        """The pass over the first half of the batch."""
+        return self.halved() if self.halved else None
 
     @cached_property
     def following(self) -> PassResult:
@@ -52,18 +59,27 @@ class Reference:
         return self.after()
 
 
-def layer_errors(own: PassResult, exact: PassResult) -> list[LayerError]:
+def layer_errors(own: PassResult, measured: LayerMarks | None = None) -> list[LayerError]:
     """Returns the relative error of each layer's outputs, in the order of the calls.
 
     Of many layers, those with the largest errors.
+
+    Args:
+        own: The pass in the precision of the model, compared with float32.
+        measured: The marks of a pass that measured the error that each layer adds.
     """
-    new, of_inputs = exact.marks.new_errors, exact.marks.input_errors
+    new = measured.new_errors if measured else {}
+    of_inputs = measured.input_errors if measured else {}
     found = [
         LayerError(path, error, new.get(path), of_inputs.get(path))
         for path, error in own.marks.errors.items()
     ]
-    kept = sorted(found, key=lambda each: -(each.new_error or 0.0))[:_MOST_LAYERS]
+    kept = sorted(found, key=_largest_first)[:_MOST_LAYERS]
     return [each for each in found if each in kept]
+
+
+def _largest_first(error: LayerError) -> tuple[float, float]:
+    return -(error.new_error or 0.0), -error.error
 
 
 def lost_weights(model: keras.Model) -> list[LostWeight]:
@@ -150,36 +166,50 @@ class _Sums:
     difference: float = 0.0  # of the squares of the differences from float32
     product: float = 0.0  # of both gradients
     square: float = 0.0  # of the gradients in float32
-    noise: float = 0.0  # of the squares of the differences of half a batch; NaN without one
 
-    def add(self, own: np.ndarray, exact: np.ndarray, of_half: np.ndarray | None) -> None:
+    def add(self, own: np.ndarray, exact: np.ndarray) -> None:
         """Adds the gradients of a variable."""
-        self.difference += float(np.sum(np.square(own - exact)))
+        self.difference += _square_sum(own - exact)
         self.product += float(np.vdot(own, exact))
-        self.square += float(np.sum(np.square(exact)))
-        self.noise += np.nan if of_half is None else float(np.sum(np.square(of_half - exact)))
+        self.square += _square_sum(exact)
+
+    @property
+    def error(self) -> float:
+        """The error relative to the norm in float32."""
+        return float(min(np.sqrt(self.difference / self.square), LARGEST_ERROR))
+
+    @property
+    def kept(self) -> float:
+        """The part of the gradient in float32 that is left, as a factor."""
+        return float(np.clip(self.product / self.square, -LARGEST_ERROR, LARGEST_ERROR))
+
+
+def _square_sum(values: np.ndarray) -> float:
+    return float(np.sum(np.square(values)))
 
 
 def gradient_errors(result: PassResult, reference: Reference) -> list[GradientError]:
-    """Returns the error of the gradients of each layer of a finite pass, the largest first."""
+    """Returns the error of the gradients of each layer of a finite pass, the largest first.
+
+    Their noise is measured if an error is so large that it matters.
+    """
     sums = _sums_by_layer(result, reference)
     largest = max((each.square for each in sums.values()), default=0.0)
+    known = {layer: each for layer, each in sums.items() if each.square > _VANISHED**2 * largest}
+    noise: dict[str, float] = {}
+    if any(each.error > thresholds.HARMFUL_GRADIENT_ERROR for each in known.values()):
+        noise = _noise_by_layer(result, reference)
     found = []
-    for layer, each in sums.items():
-        if not each.square > _VANISHED**2 * largest:
-            continue
-        noise = np.sqrt(each.noise / each.square) * reference.noise_factor
-        kept = np.clip(each.product / each.square, -LARGEST_ERROR, LARGEST_ERROR)
-        found.append(
-            GradientError(
-                layer,
-                error=float(min(np.sqrt(each.difference / each.square), LARGEST_ERROR)),
-                kept=float(kept),
-                norm=float(np.sqrt(each.square)),
-                noise=None if np.isnan(noise) else float(min(noise, LARGEST_ERROR)),
-                largest_norm=reference.largest_norms.get(layer, 0.0),
-            )
+    for layer, each in known.items():
+        error = GradientError(
+            layer,
+            error=each.error,
+            kept=each.kept,
+            norm=float(np.sqrt(each.square)),
+            noise=noise.get(layer),
+            largest_norm=reference.largest_norms.get(layer, 0.0),
         )
+        found.append(error)
     return sorted(found, key=lambda error: -error.error)[:_MOST_LAYERS]
 
 
@@ -189,14 +219,40 @@ def _sums_by_layer(result: PassResult, reference: Reference) -> dict[str, _Sums]
         own = result.gradients[name]
         if own is None or exact is None:
             continue
-        of_half = reference.half.gradients[name] if reference.half else None
         rows = _rows(own, exact)
         sums.setdefault(layer_of(name), _Sums()).add(
-            as_array(own, rows, np.float64) / result.factor,
-            as_array(exact, rows, np.float64),
-            None if of_half is None else as_array(of_half, rows, np.float64),
+            as_array(own, rows, np.float64) / result.factor, as_array(exact, rows, np.float64)
         )
     return sums
+
+
+def _noise_by_layer(result: PassResult, reference: Reference) -> dict[str, float]:
+    """Returns the sampling noise of the gradients of each layer, relative to their norm.
+
+    Empty for a batch that is too small.
+    """
+    half = reference.half
+    if half is None:
+        return {}
+    differences: dict[str, float] = {}
+    squares: dict[str, float] = {}
+    for name, exact in reference.exact.gradients.items():
+        own, of_half = result.gradients[name], half.gradients[name]
+        if own is None or exact is None:
+            continue
+        layer, rows = layer_of(name), _rows(own, exact)
+        whole = as_array(exact, rows, np.float64)
+        squares[layer] = squares.get(layer, 0.0) + _square_sum(whole)
+        difference = math.nan  # of a gradient that half of the batch does not have
+        if of_half is not None:
+            difference = _square_sum(as_array(of_half, rows, np.float64) - whole)
+        differences[layer] = differences.get(layer, 0.0) + difference
+    noise = {}
+    for layer, square in squares.items():
+        relative = math.sqrt(differences[layer] / square) if square else math.nan
+        if not math.isnan(relative):
+            noise[layer] = min(relative * reference.noise_factor, LARGEST_ERROR)
+    return noise
 
 
 def _rows(own: Any, exact: Any) -> np.ndarray | None:
