@@ -1,6 +1,7 @@
 """Decides when to replay a batch that the training saw."""
 
 import functools
+import logging
 import time
 from collections.abc import Mapping
 from dataclasses import replace
@@ -8,8 +9,9 @@ from typing import Any
 
 import keras
 
+from kmp.callbacks.replay_time import ReplayTime
 from kmp.callbacks.training_records import Row
-from kmp.diagnosis import thresholds
+from kmp.diagnosis import soundness, thresholds
 from kmp.guarding.guarded_step import guarded_step_of, has_keras_step
 from kmp.guarding.model_optimizers import all_optimizers_of
 from kmp.optimizer import LossScaleOptimizer
@@ -29,21 +31,22 @@ from kmp.replay import (
 )
 from kmp.utils import user_messages
 
-_OVERFLOWS_IN_A_ROW = 3
+logger = logging.getLogger("kmp")
+
+# A training that begins at the default scale skips up to six steps until the scale suits it.
+_OVERFLOWS_IN_A_ROW = thresholds.SKIPPED_AT_START + 1
 _MANY_OVERFLOWS = 8
 _MOST_REPLAYS = 3  # of one training, because of overflows
 _MOST_STUCK_REPLAYS = 3  # of one training
 _COMPARED_AGAIN = 4  # at this multiple of the last step that was compared
-_MOST_SECONDS = 8.0  # of one replay, or more in a long training
-# of the time of a training, for one replay, and for all together beside the first and the last
-_SHARE = 0.02
 
 
 class BatchReplayer:
     """Replays a batch at a few steps of a training.
 
-    At the first one, each time the steps are four times as many, in the middle and at the end. And
-    when many gradients are zero or steps are skipped. Captures the batch of the first step, of
+    At the first one, in the middle and at the end, and when many gradients are zero or steps are
+    skipped. Each time the steps are four times as many, if that takes a small share of the time of
+    the training or the precisions have differed. Captures the batch of the first step, of
     the step after a replay, and of each skipped step. After a replay that failed, `ReplayAttempts`
     decides what to replay next; without anything left, it warns once.
 
@@ -86,9 +89,10 @@ class BatchReplayer:
             can_run_less=is_custom,
             takes_whole=self._capture.takes_whole,
         )
-        self._has_warned = False
+        self._has_warned = self._has_said_so = False
         self._largest_norms: dict[str, float] = {}  # of the gradients of each layer, in float32
-        self._began, self._seconds = time.monotonic(), 0.0
+        self._time = ReplayTime()
+        self._has_differed = False  # in a comparison
         self.end()
         self._request(snapshot)
 
@@ -138,8 +142,7 @@ class BatchReplayer:
             return None
         if has_overflowed:
             return self._replay_overflow(captured, variables, snapshot)
-        has_time = is_last or self._seconds <= _MOST_SECONDS + self._share
-        return self._replay_healthy(captured, variables, snapshot) if has_time else None
+        return self._replay_healthy(captured, variables, snapshot)
 
     def _replay_overflow(
         self, captured: CapturedBatch, variables: Mapping[str, Any], snapshot: Snapshot
@@ -148,7 +151,8 @@ class BatchReplayer:
         self._zero_share = max(self._zero_share, _zero_share(snapshot))
         has_failed_loss = snapshot.nonfinite_loss_count > self._seen.nonfinite_loss_count
         failed: Failure = "loss" if has_failed_loss else "gradients"
-        found = self._replay(captured, variables, snapshot, captured.loss_scale, failed)
+        with self._time.of_overflows.measured():
+            found = self._replay(captured, variables, snapshot, captured.loss_scale, failed)
         if not self._attempts.last_reason:  # else another attempt follows
             self._overflow_replays += 1
             self._seen = snapshot
@@ -162,9 +166,10 @@ class BatchReplayer:
             self._request(snapshot)
             return None
         self._zero_share = max(self._zero_share, _zero_share(snapshot))
-        began = time.monotonic()
-        found = self._replay(captured, variables, snapshot, snapshot.loss_scale, None)
-        self._seconds += time.monotonic() - began
+        with self._time.of_comparisons.measured():
+            found = self._replay(captured, variables, snapshot, snapshot.loss_scale, None)
+        replay = found.get("replay")
+        self._has_differed |= replay is not None and soundness.is_harmful(replay)
         if not self._attempts.last_reason:
             self._last_step = snapshot.step
         return found
@@ -240,7 +245,7 @@ class BatchReplayer:
         failed: Failure | None,
     ) -> Row:
         """Replays a part of a batch. Returns the keys of a record."""
-        began, most = time.monotonic(), self._most_seconds
+        began, most = time.monotonic(), self._time.most_seconds
         parts = self._attempts.parts(captured)
         self._replayed = CapturedBatch(parts[0], *captured[1:])
         runs_step = self._attempts.runs_step and not self._capture.is_of_loop
@@ -266,14 +271,26 @@ class BatchReplayer:
                 f"{passes.examples} examples take longer than {most:.0f} s"
             ) from None
         check_record({"replay": found})
-        if time.monotonic() - began > most:  # the search may have ended early
-            self._attempts.take_fewer(self._replayed)
+        took = time.monotonic() - began
+        if self._time.is_long(took):
+            self._take_fewer(took)
         for each in found.gradient_errors:
             self._largest_norms[each.layer] = max(each.norm, each.largest_norm)
         record: Row = {"replay": found}
         if reference:
             record["reference"] = reference
         return record
+
+    def _take_fewer(self, seconds: float) -> None:
+        """Replays fewer examples after a replay that took long, and says so once."""
+        is_changed = self._attempts.take_fewer(self._replayed)
+        if is_changed and not self._has_said_so:
+            self._has_said_so = True
+            logger.warning(
+                "A replay of a batch of %r took %.0f s. The next ones take fewer examples.",
+                self._model.name,
+                seconds,
+            )
 
     def _take_whole(self, captured: CapturedBatch) -> None:
         """Captures whole batches from now on, by another trace of the step."""
@@ -282,16 +299,6 @@ class BatchReplayer:
             return
         self._capture.request()
         self._model.make_train_function(force=True)
-
-    @property
-    def _most_seconds(self) -> float:
-        """The seconds that one replay may take."""
-        return max(_MOST_SECONDS, self._share)
-
-    @property
-    def _share(self) -> float:
-        """The seconds that replays may take of this training."""
-        return _SHARE * (time.monotonic() - self._began)
 
     def _request(self, snapshot: Snapshot) -> None:
         """Captures the batch of the next step."""
@@ -303,7 +310,7 @@ class BatchReplayer:
         first, seen = self._first, self._seen
         losses = snapshot.nonfinite_loss_count - first.nonfinite_loss_count
         overflows = snapshot.overflow_count - first.overflow_count
-        if self._overflow_replays >= _MOST_REPLAYS:
+        if self._overflow_replays >= _MOST_REPLAYS or not self._time.allows_overflow():
             return False
         if losses > 2 * (seen.nonfinite_loss_count - first.nonfinite_loss_count):
             return True
@@ -320,9 +327,12 @@ class BatchReplayer:
         """
         if snapshot.overflows_in_a_row or snapshot.step == self._last_step:
             return False
-        if is_last or snapshot.step >= _COMPARED_AGAIN * self._last_step:
+        if is_last or self._last_step < self._middle <= snapshot.step:
             return True
-        if self._last_step < self._middle <= snapshot.step:
+        if not self._last_step:
+            return True
+        is_later = snapshot.step >= _COMPARED_AGAIN * self._last_step
+        if is_later and self._time.allows_comparison(self._has_differed):
             return True
         share = _zero_share(snapshot)
         many = thresholds.MANY_ZEROS

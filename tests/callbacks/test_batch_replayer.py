@@ -17,7 +17,7 @@ from keras import layers, ops
 from models import Cube, OwnStep
 
 import kmp
-from kmp.callbacks import batch_replayer
+from kmp.callbacks import replay_time
 from kmp.diagnosis.soundness import is_harmful
 from kmp.guarding.guarded_step import guarded_step_of
 
@@ -401,7 +401,7 @@ def test_replay_of_a_model_with_a_policy_map_leaves_its_config():
 
 
 def test_replay_that_takes_too_long_ends_and_the_last_one_has_fewer_examples(monkeypatch):
-    monkeypatch.setattr(batch_replayer, "_MOST_SECONDS", 0.0)
+    monkeypatch.setattr(replay_time, "_MOST_SECONDS", 0.0)
     callbacks = defaults(every_n_steps=1, on_stuck="ignore")
     fit(compiled_model(run_eagerly=True), callbacks, batches=4)
     errors = [row["replay_error"] for row in callbacks[0].run.rows if "replay_error" in row]

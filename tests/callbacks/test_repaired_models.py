@@ -6,7 +6,7 @@ import pytest
 from keras import layers, ops
 
 import kmp
-from kmp.callbacks import batch_replayer
+from kmp.callbacks import replay_time
 
 RNG = np.random.default_rng(0)
 WORDS, LENGTH, WIDTH = 20, 12, 16
@@ -68,7 +68,7 @@ def trained(data, policy):
 # Of the mask's constant, by NumPy.
 @pytest.mark.filterwarnings("ignore:overflow encountered in cast")
 def test_transformer_whose_attention_masks_overflow_scores_as_in_float32_under_xla(monkeypatch):
-    monkeypatch.setattr(batch_replayer, "_MOST_SECONDS", 600.0)  # on a busy machine too
+    monkeypatch.setattr(replay_time, "_MOST_SECONDS", 600.0)  # on a busy machine too
     data = sentences()
     _, sound, _ = trained(data, "float32")
     model, score, run = trained(data, "mixed_float16")
