@@ -1,7 +1,9 @@
 """What a diagnosis finds: a cause, with its numbers, its location and the edits that cure it."""
 
+import enum
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
 from kmp.utils.names import printable
 
@@ -78,6 +80,14 @@ Edit = SetArguments | ComputeInFloat32 | PrepareData
 Edits = tuple[Edit, ...]
 
 
+class Repair(enum.Enum):
+    """What a repair, which sets layers to float32, makes of a cause."""
+
+    CURES = "float16 is the reason, and layers in float32 cure it"
+    REFUSES = "there is another reason, of which errors of float16 may be a consequence"
+    IGNORES = "float16 may do harm beside it"
+
+
 @dataclass(frozen=True, kw_only=True)
 class Cause:
     """One cause of a problem. Subclasses add the numbers; `kmp.advice` has the sentences.
@@ -88,7 +98,12 @@ class Cause:
         location: The path of the layer or variable, the part of the batch, `"the loss function"`
             or the argument that it is about; empty if it is about all of the model.
         edits: What to change in the program, all of it.
+
+    Attributes:
+        repair: What a repair makes of causes of this class.
     """
+
+    repair: ClassVar[Repair] = Repair.REFUSES
 
     name: str
     severity: str = ERROR

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from kmp.diagnosis import edits, precision_causes, soundness
 from kmp.diagnosis.batch_causes import NonfiniteData, invalid_targets
-from kmp.diagnosis.cause import WARNING, Cause
+from kmp.diagnosis.cause import WARNING, Cause, Repair
 from kmp.diagnosis.run_metrics import RunMetrics
 from kmp.records import Replay
 from kmp.records.replay import LOSS_FUNCTION, NonfiniteOperation
@@ -31,6 +31,8 @@ class NonfiniteForward(Cause):
         replay: The replay that shows it.
     """
 
+    repair = Repair.CURES
+
     operation: NonfiniteOperation
     constant: float | None
     is_division: bool
@@ -44,6 +46,8 @@ class HiddenNonfinite(Cause):
     Args:
         eager: What it is as `model(x)` runs it.
     """
+
+    repair = Repair.IGNORES
 
     eager: NonfiniteForward
 
@@ -64,6 +68,8 @@ class NonfiniteInFloat32(Cause):
 @dataclass(frozen=True, kw_only=True)
 class LossInFloat16(Cause):
     """A loss in float16 that is not finite, and that no replay shows."""
+
+    repair = Repair.CURES
 
 
 @dataclass(frozen=True, kw_only=True)

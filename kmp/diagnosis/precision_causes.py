@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kmp.diagnosis import edits, soundness, thresholds
-from kmp.diagnosis.cause import ERROR, INFO, WARNING, Cause
+from kmp.diagnosis.cause import ERROR, INFO, WARNING, Cause, Repair
 from kmp.diagnosis.run_metrics import RunMetrics
 from kmp.records import Replay
 from kmp.records.replay import LOSS_FUNCTION, GradientError, LayerError, StateError
@@ -49,6 +49,8 @@ class WrongOutputs(Cause):
         origin: The layer where the error begins; `None` if it is an operation between layers.
     """
 
+    repair = Repair.CURES
+
     replay: Replay
     origin: LayerError | None
 
@@ -89,6 +91,8 @@ class StaleState(Cause):
         error: The error of its update.
     """
 
+    repair = Repair.CURES
+
     replay: Replay
     error: StateError
 
@@ -117,6 +121,8 @@ class WrongGradients(Cause):
         layer: The path of the layer with it, as a program creates it.
         is_of_loss: Whether the loss differs too, so that the error begins there.
     """
+
+    repair = Repair.CURES
 
     replay: Replay
     error: GradientError
@@ -158,6 +164,8 @@ class Repaired(Cause):
         record: The record of the last repair.
         layers: The paths of the layers of all repairs.
     """
+
+    repair = Repair.IGNORES
 
     record: dict[str, Any]
     layers: list[str]

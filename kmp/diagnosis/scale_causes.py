@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass
 
 from kmp.diagnosis import edits, forward_causes, soundness, thresholds
-from kmp.diagnosis.cause import ERROR, INFO, WARNING, Cause, SetArguments
+from kmp.diagnosis.cause import ERROR, INFO, WARNING, Cause, Repair, SetArguments
 from kmp.diagnosis.forward_causes import DIVISIONS, LOGARITHMS, NonfiniteForward
 from kmp.diagnosis.run_metrics import RunMetrics
 from kmp.records import Replay
@@ -20,6 +20,8 @@ class NonfiniteGradients(Cause):
         operation: The first operation of the backward pass with NaN or Inf, if it is known.
         origin: The path of the variable in which most overflows originated; may be empty.
     """
+
+    repair = Repair.IGNORES
 
     operation: NonfiniteOperation | None
     origin: str
@@ -53,6 +55,8 @@ class BackwardOverflow(Cause):
         is_any_scale: Whether it overflows at every scale, not only above the one in use.
         is_in_layer: Whether the location is the layer whose backward pass overflows.
     """
+
+    repair = Repair.CURES
 
     replay: Replay | None
     origin: str
@@ -256,6 +260,8 @@ class InitialScaleTooLarge(Cause):
         stable: The scale that the steps led to, or at which a replayed batch is finite.
     """
 
+    repair = Repair.IGNORES
+
     initial: float
     skipped: int
     first_steps: int
@@ -312,6 +318,8 @@ class GrowthTooFast(Cause):
         steps_to_undo: The number of steps that are skipped after each growth.
         arguments: The arguments to change.
     """
+
+    repair = Repair.IGNORES
 
     overflows: int
     growth_factor: float

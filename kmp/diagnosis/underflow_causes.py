@@ -5,7 +5,7 @@ from collections import Counter
 from dataclasses import dataclass
 
 from kmp.diagnosis import edits, thresholds
-from kmp.diagnosis.cause import ERROR, INFO, WARNING, Cause, Edits, SetArguments
+from kmp.diagnosis.cause import ERROR, INFO, WARNING, Cause, Edits, Repair, SetArguments
 from kmp.diagnosis.loss_scale_sweep import usable_scale
 from kmp.diagnosis.run_metrics import RunMetrics
 from kmp.records.gradient_sample import layer_of
@@ -115,6 +115,8 @@ class WideRange(Cause):
         smallest: The path of the variable that underflows most.
     """
 
+    repair = Repair.IGNORES
+
     largest: str
     smallest: str
 
@@ -173,6 +175,8 @@ class DeadVariables(Cause):
         examples: The number of examples of the replay in float32.
     """
 
+    repair = Repair.IGNORES
+
     variables: list[str]
     samples: int
     examples: int
@@ -203,6 +207,8 @@ class UnusedVariables(Cause):
     Args:
         variables: Their paths.
     """
+
+    repair = Repair.IGNORES
 
     variables: list[str]
 
