@@ -80,12 +80,20 @@ Edit = SetArguments | ComputeInFloat32 | PrepareData
 Edits = tuple[Edit, ...]
 
 
-class Repair(enum.Enum):
-    """What a repair, which sets layers to float32, makes of a cause."""
+class Stage(enum.IntEnum):
+    """Where a cause acts. Each may be the reason for what a later stage shows."""
 
-    CURES = "float16 is the reason, and layers in float32 cure it"
-    REFUSES = "there is another reason, of which errors of float16 may be a consequence"
-    IGNORES = "float16 may do harm beside it"
+    BATCH = enum.auto()
+    WEIGHTS = enum.auto()  # which earlier updates have ruined
+    FORWARD = enum.auto()
+    LOSS_SCALING = enum.auto()
+    OUTPUTS = enum.auto()
+    STATES = enum.auto()
+    SCALE_RULE = enum.auto()
+    BACKWARD = enum.auto()
+    MAGNITUDES = enum.auto()  # of gradients and updates, which a loss scale should fit
+    GRADIENTS = enum.auto()
+    LAST = enum.auto()  # nothing follows from it
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,10 +108,12 @@ class Cause:
         edits: What to change in the program, all of it.
 
     Attributes:
-        repair: What a repair makes of causes of this class.
+        stage: Where causes of this class act.
+        cured_by_float32: Whether layers in float32 cure them.
     """
 
-    repair: ClassVar[Repair] = Repair.REFUSES
+    stage: ClassVar[Stage] = Stage.LAST
+    cured_by_float32: ClassVar[bool] = False
 
     name: str
     severity: str = ERROR

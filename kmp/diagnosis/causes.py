@@ -34,7 +34,7 @@ from kmp.diagnosis.update_causes import DivisionByEpsilon, Exploding, LostSquare
 Predicate = Callable[[RunMetrics], Cause | None]
 
 # A report ends with the first error: what follows is its consequence. So the most specific causes
-# come first, after those that are no problem. A repair cures the first one that is not `IGNORES`.
+# come first, after those that are no problem. A repair does not depend on this order.
 PREDICATES: tuple[Predicate, ...] = (
     Repaired.of,
     DeadVariables.of,

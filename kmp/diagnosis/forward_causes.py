@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from kmp.diagnosis import edits, precision_causes, soundness
 from kmp.diagnosis.batch_causes import NonfiniteData, invalid_targets
-from kmp.diagnosis.cause import WARNING, Cause, Repair
+from kmp.diagnosis.cause import WARNING, Cause, Stage
 from kmp.diagnosis.run_metrics import RunMetrics
 from kmp.records import Replay
 from kmp.records.replay import LOSS_FUNCTION, NonfiniteOperation
@@ -31,7 +31,8 @@ class NonfiniteForward(Cause):
         replay: The replay that shows it.
     """
 
-    repair = Repair.CURES
+    stage = Stage.FORWARD
+    cured_by_float32 = True
 
     operation: NonfiniteOperation
     constant: float | None
@@ -47,8 +48,6 @@ class HiddenNonfinite(Cause):
         eager: What it is as `model(x)` runs it.
     """
 
-    repair = Repair.IGNORES
-
     eager: NonfiniteForward
 
 
@@ -61,6 +60,8 @@ class NonfiniteInFloat32(Cause):
         operation: The first operation with NaN or Inf, if there are no such variables.
     """
 
+    stage = Stage.FORWARD
+
     variables: list[str]
     operation: NonfiniteOperation | None
 
@@ -69,17 +70,22 @@ class NonfiniteInFloat32(Cause):
 class LossInFloat16(Cause):
     """A loss in float16 that is not finite, and that no replay shows."""
 
-    repair = Repair.CURES
+    stage = Stage.FORWARD
+    cured_by_float32 = True
 
 
 @dataclass(frozen=True, kw_only=True)
 class NonfiniteLossFunction(Cause):
     """A loss function that returns NaN or Inf for finite outputs."""
 
+    stage = Stage.FORWARD
+
 
 @dataclass(frozen=True, kw_only=True)
 class UnexplainedLoss(Cause):
     """Losses with NaN or Inf that no replay shows."""
+
+    stage = Stage.FORWARD
 
 
 Forward = (

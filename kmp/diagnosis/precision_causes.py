@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kmp.diagnosis import edits, soundness, thresholds
-from kmp.diagnosis.cause import ERROR, INFO, WARNING, Cause, Repair
+from kmp.diagnosis.cause import ERROR, INFO, WARNING, Cause, Stage
 from kmp.diagnosis.run_metrics import RunMetrics
 from kmp.records import Replay
 from kmp.records.replay import LOSS_FUNCTION, GradientError, LayerError, StateError
@@ -19,6 +19,8 @@ class UnscaledLoss(Cause):
         layers: The paths of the layers with these gradients, as a program creates them.
         origin: The layer whose backward pass changes them; empty if it is not known.
     """
+
+    stage = Stage.LOSS_SCALING
 
     replay: Replay
     layers: list[str]
@@ -49,7 +51,8 @@ class WrongOutputs(Cause):
         origin: The layer where the error begins; `None` if it is an operation between layers.
     """
 
-    repair = Repair.CURES
+    stage = Stage.OUTPUTS
+    cured_by_float32 = True
 
     replay: Replay
     origin: LayerError | None
@@ -91,7 +94,8 @@ class StaleState(Cause):
         error: The error of its update.
     """
 
-    repair = Repair.CURES
+    stage = Stage.STATES
+    cured_by_float32 = True
 
     replay: Replay
     error: StateError
@@ -122,7 +126,8 @@ class WrongGradients(Cause):
         is_of_loss: Whether the loss differs too, so that the error begins there.
     """
 
-    repair = Repair.CURES
+    stage = Stage.GRADIENTS
+    cured_by_float32 = True
 
     replay: Replay
     error: GradientError
@@ -164,8 +169,6 @@ class Repaired(Cause):
         record: The record of the last repair.
         layers: The paths of the layers of all repairs.
     """
-
-    repair = Repair.IGNORES
 
     record: dict[str, Any]
     layers: list[str]

@@ -2,9 +2,8 @@
 
 from dataclasses import dataclass
 
-from kmp.diagnosis import soundness, thresholds
-from kmp.diagnosis.cause import Cause, Repair
-from kmp.diagnosis.causes import PREDICATES
+from kmp.diagnosis import causes, soundness, thresholds
+from kmp.diagnosis.cause import Cause, Stage
 from kmp.diagnosis.run_metrics import RunMetrics
 from kmp.records import Replay, Run
 
@@ -78,13 +77,12 @@ def may_diverge(run: RunMetrics, replay: Replay) -> bool:
 
 
 def _cause_in_float16(run: RunMetrics) -> Cause | None:
-    """Returns the cause that float32 layers cure; `None` if another one explains the records.
+    """Returns the cause that float32 layers cure; `None` if another one explains the records."""
+    found = filter(None, (predicate(run) for predicate in causes.PREDICATES))
+    first = min(found, key=_stage, default=None)
+    return first if first and first.cured_by_float32 else None
 
-    The order of a report decides: each cause comes before those that may be its consequence.
-    """
-    for predicate in PREDICATES:
-        cause = predicate(run)
-        if cause is None or cause.repair is Repair.IGNORES:
-            continue
-        return cause if cause.repair is Repair.CURES else None
-    return None
+
+def _stage(cause: Cause) -> tuple[Stage, bool]:
+    """Returns what orders causes by their stage, and in one stage those without a cure first."""
+    return cause.stage, cause.cured_by_float32

@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass
 
 from kmp.diagnosis import edits, forward_causes, soundness, thresholds
-from kmp.diagnosis.cause import ERROR, INFO, WARNING, Cause, Repair, SetArguments
+from kmp.diagnosis.cause import ERROR, INFO, WARNING, Cause, SetArguments, Stage
 from kmp.diagnosis.forward_causes import DIVISIONS, LOGARITHMS, NonfiniteForward
 from kmp.diagnosis.run_metrics import RunMetrics
 from kmp.records import Replay
@@ -20,8 +20,6 @@ class NonfiniteGradients(Cause):
         operation: The first operation of the backward pass with NaN or Inf, if it is known.
         origin: The path of the variable in which most overflows originated; may be empty.
     """
-
-    repair = Repair.IGNORES
 
     operation: NonfiniteOperation | None
     origin: str
@@ -56,7 +54,8 @@ class BackwardOverflow(Cause):
         is_in_layer: Whether the location is the layer whose backward pass overflows.
     """
 
-    repair = Repair.CURES
+    stage = Stage.BACKWARD
+    cured_by_float32 = True
 
     replay: Replay | None
     origin: str
@@ -161,6 +160,8 @@ class FixedScaleTooLarge(Cause):
         highest: log2 of a fixed scale that would do; `None` if it is not known.
     """
 
+    stage = Stage.MAGNITUDES
+
     origin: str
     origin_share: float
     highest: int | None
@@ -193,6 +194,8 @@ class MinScaleTooLarge(Cause):
     Args:
         suitable: The loss scale at which a replayed batch has finite gradients.
     """
+
+    stage = Stage.MAGNITUDES
 
     suitable: float
 
@@ -228,6 +231,8 @@ class HysteresisTooLarge(Cause):
         hysteresis: The setting.
     """
 
+    stage = Stage.SCALE_RULE
+
     hysteresis: int
 
     @classmethod
@@ -259,8 +264,6 @@ class InitialScaleTooLarge(Cause):
         first_steps: The number of steps in which that was.
         stable: The scale that the steps led to, or at which a replayed batch is finite.
     """
-
-    repair = Repair.IGNORES
 
     initial: float
     skipped: int
@@ -318,8 +321,6 @@ class GrowthTooFast(Cause):
         steps_to_undo: The number of steps that are skipped after each growth.
         arguments: The arguments to change.
     """
-
-    repair = Repair.IGNORES
 
     overflows: int
     growth_factor: float

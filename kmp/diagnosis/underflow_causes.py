@@ -5,7 +5,7 @@ from collections import Counter
 from dataclasses import dataclass
 
 from kmp.diagnosis import edits, thresholds
-from kmp.diagnosis.cause import ERROR, INFO, WARNING, Cause, Edits, Repair, SetArguments
+from kmp.diagnosis.cause import ERROR, INFO, WARNING, Cause, Edits, SetArguments, Stage
 from kmp.diagnosis.loss_scale_sweep import usable_scale
 from kmp.diagnosis.run_metrics import RunMetrics
 from kmp.records.gradient_sample import layer_of
@@ -22,6 +22,8 @@ class FlushedBranch(Cause):
         alive: The number of variables that lose little.
         has_headroom: Whether a larger loss scale would not overflow.
     """
+
+    stage = Stage.MAGNITUDES
 
     loss_scale: float
     layers: list[str]
@@ -77,6 +79,8 @@ class ScaleTooSmall(Cause):
         are_many_flushed: Whether that is much.
     """
 
+    stage = Stage.MAGNITUDES
+
     are_many_subnormal: bool
     flushed_share: float
     are_many_flushed: bool
@@ -114,8 +118,6 @@ class WideRange(Cause):
         largest: The path of the variable with the largest gradients.
         smallest: The path of the variable that underflows most.
     """
-
-    repair = Repair.IGNORES
 
     largest: str
     smallest: str
@@ -175,8 +177,6 @@ class DeadVariables(Cause):
         examples: The number of examples of the replay in float32.
     """
 
-    repair = Repair.IGNORES
-
     variables: list[str]
     samples: int
     examples: int
@@ -207,8 +207,6 @@ class UnusedVariables(Cause):
     Args:
         variables: Their paths.
     """
-
-    repair = Repair.IGNORES
 
     variables: list[str]
 
