@@ -65,10 +65,11 @@ class BatchReplayer:
         run = guard.own_step or functools.partial(type(model).train_step, model)
         self._model = model
         self._step = TrainStep(run, all_optimizers_of(model), is_custom)
-        self.is_new = guard.capture is None or guard.capture.optimizer is not optimizer
-        if self.is_new:
-            guard.capture = BatchCapture(model, optimizer, is_custom)
-        self._capture: BatchCapture = guard.capture
+        capture = guard.capture
+        self.is_new = capture is None or capture.optimizer is not optimizer
+        if capture is None or self.is_new:
+            capture = guard.capture = BatchCapture(model, optimizer, is_custom)
+        self._capture = capture
 
     def begin(self, snapshot: Snapshot, planned_steps: int) -> None:
         """Begins a training: captures its first batch.

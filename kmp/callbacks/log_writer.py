@@ -31,7 +31,7 @@ class LogWriter:
     The records go to `kmp.jsonl`, and to event files for TensorBoard.
 
     Args:
-        owner: The callback.
+        owner: What writes the records: the files of one that is gone may be closed.
         folder: The folder, after `check`.
         first_step: The step that training continues after. If the folder has a log with later
             records, that log is archived and its records up to this step are carried over.
@@ -85,7 +85,7 @@ class LogWriter:
             return None
         return lock
 
-    def __init__(self, owner: Any, folder: Path, first_step: int) -> None:
+    def __init__(self, owner: object, folder: Path, first_step: int) -> None:
         folder = folder.resolve()  # two paths to one folder have one writer
         if folder in self._open:
             raise ValueError(

@@ -9,6 +9,7 @@ from weakref import WeakSet
 import keras
 
 from kmp.backend.keras_internals import compute_dtypes
+from kmp.callbacks.monitor_settings import MonitorSettings
 from kmp.callbacks.stuck_detector import StuckError
 from kmp.callbacks.training import Training
 from kmp.callbacks.training_records import RECORDED, Logs, PathLike
@@ -164,7 +165,15 @@ class Monitor(keras.callbacks.Callback):
             self.run.header = {}
             return
         with self._only_watching(_CONFIGURATION_ERRORS):
-            training = Training(self, self.model, self.optimizer)
+            params = self.params or {}  # without `steps` if Keras does not know them
+            training = Training(
+                self._settings(),
+                self.run,
+                self.model,
+                self.optimizer,
+                epochs=params.get("epochs") or 0,
+                batches_of_epoch=params.get("steps") or 0,
+            )
             if training.prepare():
                 self.model.make_train_function(force=True)
             training.start()
@@ -207,6 +216,20 @@ class Monitor(keras.callbacks.Callback):
             with self._only_watching():
                 self._training.end()
             self._training = None
+
+    def _settings(self) -> MonitorSettings:
+        return MonitorSettings(
+            callback=type(self).__name__,
+            recorded=self.recorded,
+            log_dir=self.log_dir,
+            every_n_steps=self.every_n_steps,
+            variables=self.variables,
+            replay=self.replay,
+            repair=self.repair,
+            on_stuck=self.on_stuck,
+            patience=self.patience,
+            report=self.report,
+        )
 
     def _add_to(self, logs: Logs) -> None:
         if self._training and logs is not None:

@@ -1,7 +1,6 @@
 """Reads the optimizer of a training, and writes the records."""
 
 import math
-from collections.abc import Collection
 from dataclasses import replace
 from typing import Any
 
@@ -9,6 +8,7 @@ import keras
 from filelock import FileLock
 
 from kmp.callbacks.log_writer import LogWriter
+from kmp.callbacks.monitor_settings import MonitorSettings
 from kmp.callbacks.sample_schedule import SampleSchedule
 from kmp.callbacks.training_records import (
     GRADIENTS,
@@ -36,8 +36,8 @@ class Recorder:
     """The records of one training.
 
     Args:
-        owner: The callback. Its settings `recorded`, `log_dir`, `every_n_steps` and `variables`
-            apply, and its `run` gets the records.
+        settings: The settings of the monitor.
+        run: Gets the records.
         model: The model in training.
         optimizer: The optimizer to read.
 
@@ -48,14 +48,19 @@ class Recorder:
         batches_left: The batches until the next read is due; each counts as one step.
     """
 
-    def __init__(self, owner: Any, model: keras.Model, optimizer: LossScaleOptimizer) -> None:
-        self._owner, self._model, self._optimizer = owner, model, optimizer
-        self.recorded: Collection[str] = owner.recorded
-        self.run: Run = owner.run
+    def __init__(
+        self,
+        settings: MonitorSettings,
+        run: Run,
+        model: keras.Model,
+        optimizer: LossScaleOptimizer,
+    ) -> None:
+        self._settings, self._model, self._optimizer = settings, model, optimizer
+        self.run = run
         self.sampling: SampleSchedule | None = None
-        if GRADIENTS in self.recorded:
-            selects_all = owner.variables is None
-            self.sampling = SampleSchedule(owner, optimizer, self.selected_variables, selects_all)
+        if GRADIENTS in settings.recorded:
+            selects_all = settings.variables is None
+            self.sampling = SampleSchedule(optimizer, self.selected_variables, selects_all)
         self._writer: LogWriter | None = None
         self._lock: FileLock | None = None
         self.has_trained = False
@@ -68,8 +73,8 @@ class Recorder:
 
     def prepare(self) -> bool:
         """Prepares files and the training step. Returns whether it must be traced again."""
-        if self._owner.log_dir and self._is_chief:
-            self._lock = LogWriter.check(self._owner.log_dir)
+        if self._settings.log_dir and self._is_chief:
+            self._lock = LogWriter.check(self._settings.log_dir)
         is_new = False
         if self.sampling:
             self.selected_variables()  # raises for a bad pattern before anything is prepared
@@ -95,7 +100,7 @@ class Recorder:
             OVERFLOWS: snapshot.overflow_count,
             GRADIENTS: math.nan,
         }
-        self.logged = {key: initial[key] for key in self.recorded}
+        self.logged = {key: initial[key] for key in self._settings.recorded}
         self.batches_left = 1
         if self.sampling:
             self.sampling.start(snapshot, self._interval)
@@ -109,9 +114,9 @@ class Recorder:
             return
         self._is_open = True
         self.run.rows[:] = self._rows_before()
-        if self._owner.log_dir and self._is_chief:
+        if self._settings.log_dir and self._is_chief:
             if self._writer is None:
-                self._writer = LogWriter(self._owner, self._owner.log_dir, self.first_step)
+                self._writer = LogWriter(self, self._settings.log_dir, self.first_step)
             self._size = max(self._size, self._writer.size_at_start)
 
     @property
@@ -126,7 +131,7 @@ class Recorder:
             epoch: The number of the epoch.
             batches: Those of an epoch; 0 while Keras does not know.
         """
-        if self.sampling is None or epoch % (self._interval // self._owner.every_n_steps):
+        if self.sampling is None or epoch % (self._interval // self._settings.every_n_steps):
             return
         step = self.previous.step
         if (step + batches) // self._interval == step // self._interval:
@@ -153,7 +158,7 @@ class Recorder:
             self._plan_next_read(step)
             return False
         snapshot = self._optimizer.snapshot()
-        record = record_of(snapshot, self.previous, self.recorded)
+        record = record_of(snapshot, self.previous, self._settings.recorded)
         sample = self.sampling.take(snapshot) if self.sampling else None
         if sample is not None:
             self._add_sample(sample, snapshot, record)
@@ -203,7 +208,7 @@ class Recorder:
 
     def warn_if_nothing_was_recorded(self) -> None:
         """Warns at the end of a training in which no step was taken, or none was sampled."""
-        name = type(self._owner).__name__
+        name = self._settings.callback
         if self.previous.step == self.first_step:
             user_messages.warn(
                 f"{name}: the optimizer it reads took no step. If the model trains with optimizers"
@@ -238,17 +243,17 @@ class Recorder:
         if not by_path and is_of_model and self._model.built:
             variables = self._model.trainable_variables  # the first step builds the optimizer
             by_path = dict(zip(paths_of(variables), variables, strict=True))
-        if self._owner.variables is None or not by_path:
+        if self._settings.variables is None or not by_path:
             return by_path
         paths = list(by_path)
-        selected = [paths[index] for index in matching_indices(self._owner.variables, paths)]
+        selected = [paths[index] for index in matching_indices(self._settings.variables, paths)]
         return {path: by_path[path] for path in selected}
 
     @property
     def _interval(self) -> int:
         """The number of steps from read to read: `every_n_steps`, and more in a long run."""
         doublings = min(self._size // BUDGET, _MOST_DOUBLINGS)
-        return int(min(self._owner.every_n_steps * 2**doublings, NEVER))
+        return int(min(self._settings.every_n_steps * 2**doublings, NEVER))
 
     def _plan_next_read(self, step: int) -> None:
         interval = self._interval

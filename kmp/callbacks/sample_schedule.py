@@ -28,7 +28,6 @@ class SampleSchedule:
     """The samples of one training.
 
     Args:
-        owner: The callback that samples.
         optimizer: The optimizer whose gradients are sampled.
         selected: Returns the variables to sample by path; none before the model is built.
         selects_all: Whether these are all variables.
@@ -36,19 +35,18 @@ class SampleSchedule:
 
     def __init__(
         self,
-        owner: Any,
         optimizer: LossScaleOptimizer,
         selected: Callable[[], dict[str, Any]],
         selects_all: bool,
     ) -> None:
-        self._owner, self._optimizer = owner, optimizer
+        self._optimizer = optimizer
         self._selected, self._selects_all = selected, selects_all
         self._before: _Before | None = None
         self.last_step = 0
 
     def prepare(self) -> bool:
         """Prepares the training step. Returns whether it must be traced again."""
-        return self._optimizer.sampler.start(self._owner, NEVER)
+        return self._optimizer.sampler.start(self, NEVER)
 
     def start(self, snapshot: Snapshot, interval: int) -> None:
         """Begins a training after a snapshot."""
@@ -59,20 +57,20 @@ class SampleSchedule:
 
     def stop(self) -> None:
         """Ends the training."""
-        self._optimizer.sampler.stop(self._owner)
+        self._optimizer.sampler.stop(self)
 
     def sample_next_step(self, interval: int) -> None:
         """Samples the next step, and each step divisible by the interval."""
         # Another callback may have trained since the last read.
         self._requested_step = self._optimizer.counters.read_counts().step + 1
         self._interval = interval
-        self._optimizer.sampler.start(self._owner, interval, first=self._requested_step)
+        self._optimizer.sampler.start(self, interval, first=self._requested_step)
 
     def follow(self, interval: int) -> None:
         """Samples each step divisible by the interval."""
         if interval != self._interval:
             self._interval = interval
-            self._optimizer.sampler.start(self._owner, interval)
+            self._optimizer.sampler.start(self, interval)
 
     def begin_batch(self) -> None:
         """Copies the weights before a call of the step that is sampled, if an update is due."""

@@ -1,6 +1,5 @@
 """One training that a monitor watches: it records, replays, repairs, detects and reports."""
 
-from pathlib import Path
 from typing import Any
 
 import keras
@@ -8,6 +7,7 @@ import keras
 from kmp.backend import distribution
 from kmp.callbacks import stuck_detector
 from kmp.callbacks.batch_replayer import BatchReplayer
+from kmp.callbacks.monitor_settings import MonitorSettings
 from kmp.callbacks.recorder import Recorder
 from kmp.callbacks.repairer import Repairer
 from kmp.callbacks.report_writer import ReportWriter
@@ -15,6 +15,7 @@ from kmp.callbacks.stuck_detector import Streak, StuckDetector
 from kmp.callbacks.training_records import Logs, Row
 from kmp.guarding.guarded_step import guard_train_step
 from kmp.optimizer import LossScaleOptimizer
+from kmp.records import Run
 
 _CHECKED_EVERY = 32  # batches; each check copies 64 bytes from the device
 # Skipped steps in a row, or since the last check, after which a repair looks for a cause.
@@ -28,14 +29,27 @@ class Training:
     more.
 
     Args:
-        monitor: The callback, whose settings apply.
+        settings: The settings of the monitor.
+        run: Gets the records.
         model: The model in training.
         optimizer: The optimizer to read.
+        epochs: The number of epochs; 0 if it is not known.
+        batches_of_epoch: The number of batches in an epoch; 0 if it is not known.
     """
 
-    def __init__(self, monitor: Any, model: keras.Model, optimizer: LossScaleOptimizer) -> None:
-        self._monitor, self._model, self._optimizer = monitor, model, optimizer
-        self.recorder = Recorder(monitor, model, optimizer)
+    def __init__(
+        self,
+        settings: MonitorSettings,
+        run: Run,
+        model: keras.Model,
+        optimizer: LossScaleOptimizer,
+        *,
+        epochs: int,
+        batches_of_epoch: int,
+    ) -> None:
+        self._settings, self._model, self._optimizer = settings, model, optimizer
+        self._epochs, self._batches_of_epoch = epochs, batches_of_epoch
+        self.recorder = Recorder(settings, run, model, optimizer)
         self._replayer: BatchReplayer | None = None
         self._repairer: Repairer | None = None
         self._detector: StuckDetector | None = None
@@ -51,22 +65,22 @@ class Training:
             ValueError: If a pattern of variables matches none.
             OSError: If a file cannot be written.
         """
-        monitor, model = self._monitor, self._model
+        settings, model = self._settings, self._model
         is_of_model = self._optimizer is model.optimizer
         has_one_replica = model.distribute_strategy.num_replicas_in_sync == 1
         is_new = self.recorder.prepare()
         if is_of_model:
             is_new |= guard_train_step(model)
-        if monitor.replay and is_of_model and has_one_replica:
+        if settings.replay and is_of_model and has_one_replica:
             self._replayer = BatchReplayer(model, self._optimizer)
             is_new |= self._replayer.is_new
-            if monitor.repair:
+            if settings.repair:
                 self._repairer = Repairer(model, self._optimizer, self.recorder, self._replayer)
-        if self._repairer or monitor.on_stuck != "ignore":
-            self._detector = StuckDetector(model, self._optimizer, monitor.patience)
+        if self._repairer or settings.on_stuck != "ignore":
+            self._detector = StuckDetector(model, self._optimizer, settings.patience)
         is_chief = model.distribute_strategy.extended.should_checkpoint
-        if monitor.report is not None and is_chief:
-            self._report = ReportWriter(Path(monitor.report), monitor.run, model.name)
+        if settings.report is not None and is_chief:
+            self._report = ReportWriter(settings.report, self.recorder.run, model.name)
         return is_new
 
     def start(self) -> None:
@@ -86,12 +100,7 @@ class Training:
 
     def _planned_steps(self) -> int:
         """Returns the number of steps of this training, 0 if it is not known."""
-        params = self._monitor.params or {}  # without `steps` if Keras does not know them
-        epochs = (params.get("epochs") or 0) - self.first_epoch
-        return epochs * self._batches_of_epoch()
-
-    def _batches_of_epoch(self) -> int:
-        return (self._monitor.params or {}).get("steps") or 0
+        return (self._epochs - self.first_epoch) * self._batches_of_epoch
 
     def open_log(self) -> None:
         """Opens the log, and repeats the repairs that it has in a model that was built again.
@@ -108,7 +117,7 @@ class Training:
     def begin_epoch(self, epoch: int) -> None:
         """Prepares an epoch."""
         self._finish_epoch()
-        self.recorder.begin_epoch(epoch, self._batches_of_epoch())
+        self.recorder.begin_epoch(epoch, self._batches_of_epoch)
         if self.recorder.batches_left == 1:
             self._batches_until_check = 1
 
@@ -176,7 +185,7 @@ class Training:
         if streak is None or self._is_repaired_now():
             return
         self._detector.mark_reported(streak)
-        if self._monitor.on_stuck != "ignore":
+        if self._settings.on_stuck != "ignore":
             self._report_stuck(self._detector, streak)
 
     def _is_repaired_now(self) -> bool:
@@ -197,7 +206,7 @@ class Training:
         if self._report:
             self._report.write()
         self.recorder.write_verdict()
-        stuck_detector.report(message, self._monitor.on_stuck)
+        stuck_detector.report(message, self._settings.on_stuck)
 
     def end_epoch(self, epoch: int, logs: Logs) -> None:
         """Reads the optimizer."""

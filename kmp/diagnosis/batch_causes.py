@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from kmp.diagnosis import edits, thresholds
-from kmp.diagnosis.cause import ERROR, WARNING, Cause, Edits, PrepareData, SetArguments
+from kmp.diagnosis.cause import ERROR, WARNING, Cause, Edits, PrepareData, SetArguments, Stage
 from kmp.diagnosis.run_metrics import RunMetrics, name_of
 from kmp.records import Replay
 from kmp.records.replay import BATCH_X, BATCH_Y, InvalidTargets, NonfinitePart
@@ -19,6 +19,8 @@ class NonfiniteData(Cause):
         is_too_large: Whether there are only values beyond float16's maximum.
         array: The array, or a part of it, as Python source.
     """
+
+    stage = Stage.BATCH
 
     is_too_large: bool
     array: str
@@ -85,6 +87,8 @@ class TargetsOutOfRange(Cause):
         array: The targets, as Python source.
     """
 
+    stage = Stage.BATCH
+
     targets: InvalidTargets
     array: str
 
@@ -100,6 +104,8 @@ class TargetsNotClasses(Cause):
         marker: The value that marks missing targets, if a single one seems to.
         has_ignoring_loss: Whether the edit is a loss that ignores that value.
     """
+
+    stage = Stage.BATCH
 
     targets: InvalidTargets
     array: str

@@ -1,7 +1,9 @@
 """What a diagnosis finds: a cause, with its numbers, its location and the edits that cure it."""
 
+import enum
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
 from kmp.utils.names import printable
 
@@ -78,6 +80,22 @@ Edit = SetArguments | ComputeInFloat32 | PrepareData
 Edits = tuple[Edit, ...]
 
 
+class Stage(enum.IntEnum):
+    """Where a cause acts. Each may be the reason for what a later stage shows."""
+
+    BATCH = enum.auto()
+    WEIGHTS = enum.auto()  # which earlier updates have ruined
+    FORWARD = enum.auto()
+    LOSS_SCALING = enum.auto()
+    OUTPUTS = enum.auto()
+    STATES = enum.auto()
+    SCALE_RULE = enum.auto()
+    BACKWARD = enum.auto()
+    MAGNITUDES = enum.auto()  # of gradients and updates, which a loss scale should fit
+    GRADIENTS = enum.auto()
+    LAST = enum.auto()  # nothing follows from it
+
+
 @dataclass(frozen=True, kw_only=True)
 class Cause:
     """One cause of a problem. Subclasses add the numbers; `kmp.advice` has the sentences.
@@ -88,7 +106,14 @@ class Cause:
         location: The path of the layer or variable, the part of the batch, `"the loss function"`
             or the argument that it is about; empty if it is about all of the model.
         edits: What to change in the program, all of it.
+
+    Attributes:
+        stage: Where causes of this class act.
+        cured_by_float32: Whether layers in float32 cure them.
     """
+
+    stage: ClassVar[Stage] = Stage.LAST
+    cured_by_float32: ClassVar[bool] = False
 
     name: str
     severity: str = ERROR

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from kmp.diagnosis import edits, precision_causes, soundness
 from kmp.diagnosis.batch_causes import NonfiniteData, invalid_targets
-from kmp.diagnosis.cause import WARNING, Cause
+from kmp.diagnosis.cause import WARNING, Cause, Stage
 from kmp.diagnosis.run_metrics import RunMetrics
 from kmp.records import Replay
 from kmp.records.replay import LOSS_FUNCTION, NonfiniteOperation
@@ -30,6 +30,9 @@ class NonfiniteForward(Cause):
         is_division: Whether the operation divides by 0.
         replay: The replay that shows it.
     """
+
+    stage = Stage.FORWARD
+    cured_by_float32 = True
 
     operation: NonfiniteOperation
     constant: float | None
@@ -57,6 +60,8 @@ class NonfiniteInFloat32(Cause):
         operation: The first operation with NaN or Inf, if there are no such variables.
     """
 
+    stage = Stage.FORWARD
+
     variables: list[str]
     operation: NonfiniteOperation | None
 
@@ -65,15 +70,22 @@ class NonfiniteInFloat32(Cause):
 class LossInFloat16(Cause):
     """A loss in float16 that is not finite, and that no replay shows."""
 
+    stage = Stage.FORWARD
+    cured_by_float32 = True
+
 
 @dataclass(frozen=True, kw_only=True)
 class NonfiniteLossFunction(Cause):
     """A loss function that returns NaN or Inf for finite outputs."""
 
+    stage = Stage.FORWARD
+
 
 @dataclass(frozen=True, kw_only=True)
 class UnexplainedLoss(Cause):
     """Losses with NaN or Inf that no replay shows."""
+
+    stage = Stage.FORWARD
 
 
 Forward = (

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kmp.diagnosis import edits, soundness, thresholds
-from kmp.diagnosis.cause import ERROR, INFO, WARNING, Cause
+from kmp.diagnosis.cause import ERROR, INFO, WARNING, Cause, Stage
 from kmp.diagnosis.run_metrics import RunMetrics
 from kmp.records import Replay
 from kmp.records.replay import LOSS_FUNCTION, GradientError, LayerError, StateError
@@ -19,6 +19,8 @@ class UnscaledLoss(Cause):
         layers: The paths of the layers with these gradients, as a program creates them.
         origin: The layer whose backward pass changes them; empty if it is not known.
     """
+
+    stage = Stage.LOSS_SCALING
 
     replay: Replay
     layers: list[str]
@@ -48,6 +50,9 @@ class WrongOutputs(Cause):
         replay: The comparison that shows it.
         origin: The layer where the error begins; `None` if it is an operation between layers.
     """
+
+    stage = Stage.OUTPUTS
+    cured_by_float32 = True
 
     replay: Replay
     origin: LayerError | None
@@ -89,6 +94,9 @@ class StaleState(Cause):
         error: The error of its update.
     """
 
+    stage = Stage.STATES
+    cured_by_float32 = True
+
     replay: Replay
     error: StateError
 
@@ -117,6 +125,9 @@ class WrongGradients(Cause):
         layer: The path of the layer with it, as a program creates it.
         is_of_loss: Whether the loss differs too, so that the error begins there.
     """
+
+    stage = Stage.GRADIENTS
+    cured_by_float32 = True
 
     replay: Replay
     error: GradientError

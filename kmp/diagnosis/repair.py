@@ -1,26 +1,11 @@
 """Decides from the records of a run which layers to set to float32: `cure_of`."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
-from kmp.diagnosis import soundness, thresholds
-from kmp.diagnosis.batch_causes import NonfiniteData, invalid_targets
-from kmp.diagnosis.cause import Cause
-from kmp.diagnosis.forward_causes import LossInFloat16, NonfiniteForward, nonfinite_forward
-from kmp.diagnosis.precision_causes import StaleState, UnscaledLoss, WrongGradients, WrongOutputs
+from kmp.diagnosis import causes, soundness, thresholds
+from kmp.diagnosis.cause import Cause, Stage
 from kmp.diagnosis.run_metrics import RunMetrics
-from kmp.diagnosis.scale_causes import (
-    BackwardOverflow,
-    FixedScaleTooLarge,
-    HysteresisTooLarge,
-    MinScaleTooLarge,
-    backward_overflow,
-)
-from kmp.diagnosis.underflow_causes import FlushedBranch, ScaleTooSmall
-from kmp.diagnosis.update_causes import DivisionByEpsilon, Exploding, LostSquares, LostUpdates
 from kmp.records import Replay, Run
-
-Predicate = Callable[[RunMetrics], Cause | None]
 
 
 @dataclass(frozen=True)
@@ -36,43 +21,6 @@ class Cure:
     layers: tuple[str, ...]
     cause: Cause
     replay: Replay
-
-
-# Float16 is not the cause of these, or not in a few layers.
-_NOT_OF_FLOAT16: tuple[Predicate, ...] = (
-    NonfiniteData.of,
-    invalid_targets,
-    DivisionByEpsilon.of,
-    LostSquares.of,
-    Exploding.of,
-)
-# Each cause that float32 layers cure, with the causes of which it may be a consequence.
-_CURABLE: tuple[tuple[Predicate, tuple[Predicate, ...]], ...] = (
-    (nonfinite_forward, ()),
-    (WrongOutputs.of, (UnscaledLoss.of,)),
-    (StaleState.of, (UnscaledLoss.of,)),
-    (backward_overflow, (UnscaledLoss.of, HysteresisTooLarge.of)),
-    (
-        WrongGradients.of,
-        (
-            UnscaledLoss.of,
-            HysteresisTooLarge.of,
-            FixedScaleTooLarge.of,
-            MinScaleTooLarge.of,
-            LostUpdates.of,
-            FlushedBranch.of,
-            ScaleTooSmall.of,
-        ),
-    ),
-)
-_OF_FLOAT16 = (
-    NonfiniteForward,
-    LossInFloat16,
-    WrongOutputs,
-    StaleState,
-    BackwardOverflow,
-    WrongGradients,
-)
 
 
 def cure_of(run: Run) -> Cure | None:
@@ -130,13 +78,11 @@ def may_diverge(run: RunMetrics, replay: Replay) -> bool:
 
 def _cause_in_float16(run: RunMetrics) -> Cause | None:
     """Returns the cause that float32 layers cure; `None` if another one explains the records."""
-    if any(predicate(run) for predicate in _NOT_OF_FLOAT16):
-        return None
-    for predicate, explanations in _CURABLE:
-        cause = predicate(run)
-        if cause is None:
-            continue
-        if not isinstance(cause, _OF_FLOAT16) or any(other(run) for other in explanations):
-            return None
-        return cause
-    return None
+    found = filter(None, (predicate(run) for predicate in causes.PREDICATES))
+    first = min(found, key=_stage, default=None)
+    return first if first and first.cured_by_float32 else None
+
+
+def _stage(cause: Cause) -> tuple[Stage, bool]:
+    """Returns what orders causes by their stage, and in one stage those without a cure first."""
+    return cause.stage, cause.cured_by_float32

@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass
 
 from kmp.diagnosis import edits, forward_causes, soundness, thresholds
-from kmp.diagnosis.cause import ERROR, INFO, WARNING, Cause, SetArguments
+from kmp.diagnosis.cause import ERROR, INFO, WARNING, Cause, SetArguments, Stage
 from kmp.diagnosis.forward_causes import DIVISIONS, LOGARITHMS, NonfiniteForward
 from kmp.diagnosis.run_metrics import RunMetrics
 from kmp.records import Replay
@@ -53,6 +53,9 @@ class BackwardOverflow(Cause):
         is_any_scale: Whether it overflows at every scale, not only above the one in use.
         is_in_layer: Whether the location is the layer whose backward pass overflows.
     """
+
+    stage = Stage.BACKWARD
+    cured_by_float32 = True
 
     replay: Replay | None
     origin: str
@@ -157,6 +160,8 @@ class FixedScaleTooLarge(Cause):
         highest: log2 of a fixed scale that would do; `None` if it is not known.
     """
 
+    stage = Stage.MAGNITUDES
+
     origin: str
     origin_share: float
     highest: int | None
@@ -189,6 +194,8 @@ class MinScaleTooLarge(Cause):
     Args:
         suitable: The loss scale at which a replayed batch has finite gradients.
     """
+
+    stage = Stage.MAGNITUDES
 
     suitable: float
 
@@ -223,6 +230,8 @@ class HysteresisTooLarge(Cause):
     Args:
         hysteresis: The setting.
     """
+
+    stage = Stage.SCALE_RULE
 
     hysteresis: int
 

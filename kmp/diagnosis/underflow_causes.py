@@ -5,7 +5,7 @@ from collections import Counter
 from dataclasses import dataclass
 
 from kmp.diagnosis import edits, thresholds
-from kmp.diagnosis.cause import ERROR, INFO, WARNING, Cause, Edits, SetArguments
+from kmp.diagnosis.cause import ERROR, INFO, WARNING, Cause, Edits, SetArguments, Stage
 from kmp.diagnosis.loss_scale_sweep import usable_scale
 from kmp.diagnosis.run_metrics import RunMetrics
 from kmp.records.gradient_sample import layer_of
@@ -22,6 +22,8 @@ class FlushedBranch(Cause):
         alive: The number of variables that lose little.
         has_headroom: Whether a larger loss scale would not overflow.
     """
+
+    stage = Stage.MAGNITUDES
 
     loss_scale: float
     layers: list[str]
@@ -76,6 +78,8 @@ class ScaleTooSmall(Cause):
         flushed_share: The mean share of a gradient that is zero in float16 but not in float32.
         are_many_flushed: Whether that is much.
     """
+
+    stage = Stage.MAGNITUDES
 
     are_many_subnormal: bool
     flushed_share: float

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from kmp.diagnosis import edits, thresholds
-from kmp.diagnosis.cause import Cause, Edit, Edits, SetArguments
+from kmp.diagnosis.cause import Cause, Edit, Edits, SetArguments, Stage
 from kmp.diagnosis.run_metrics import RunMetrics, name_of
 from kmp.diagnosis.sample_statistics import counts_below, unscaled_counts
 from kmp.records import GradientSample
@@ -28,6 +28,8 @@ class DivisionByEpsilon(Cause):
         epsilon: The setting.
         is_float16: Whether the state is float16.
     """
+
+    stage = Stage.WEIGHTS
 
     epsilon: float
     is_float16: bool
@@ -72,6 +74,8 @@ class LostSquares(Cause):
         times: The root mean square of that change, divided by the learning rate.
         highest: log2 of the gradients below which the squares are lost.
     """
+
+    stage = Stage.WEIGHTS
 
     epsilon: float
     step: int
@@ -157,6 +161,8 @@ class Exploding(Cause):
         has_risen: Whether that loss is the sign.
     """
 
+    stage = Stage.WEIGHTS
+
     step: int
     ratio: float
     has_large_updates: bool
@@ -231,6 +237,8 @@ class LostUpdates(Cause):
         variables: The paths of the variables of which most did.
         layers: The paths of their layers, if only some layers have weights in 16 bits.
     """
+
+    stage = Stage.MAGNITUDES
 
     number_format: FloatFormat
     share: float

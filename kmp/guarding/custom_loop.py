@@ -10,6 +10,7 @@ import tensorflow as tf
 from kmp.guarding.guarded_state import GuardedState
 from kmp.guarding.guarded_step import guarded_step_of
 from kmp.optimizer import LossScaleOptimizer
+from kmp.replay import BatchCapture
 from kmp.utils import validation
 
 
@@ -68,7 +69,7 @@ def _check_arguments(optimizer: Any, layers: Sequence[Any]) -> None:
         raise ValueError("`guard` must be used in a replica context, as in `strategy.run(step)`.")
 
 
-def _captures_of(layers: Sequence[keras.Layer]) -> Iterator[Any]:
+def _captures_of(layers: Sequence[keras.Layer]) -> Iterator[BatchCapture]:
     """Yields the captures of batches of models whose training step is guarded too."""
     for layer in layers:
         step = guarded_step_of(layer) if isinstance(layer, keras.Model) else None

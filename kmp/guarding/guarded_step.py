@@ -13,6 +13,7 @@ from kmp.guarding.finite_metrics import FiniteMetrics
 from kmp.guarding.guarded_state import GuardedState, compiles_steps
 from kmp.guarding.model_optimizers import optimizers_of
 from kmp.optimizer import LossScaleOptimizer
+from kmp.replay import BatchCapture
 
 
 def guard_train_step(model: keras.Model) -> bool:
@@ -55,13 +56,13 @@ class GuardedTrainStep:
 
     Attributes:
         own_step: The `train_step` that was set on the model itself, not on its class, or `None`.
-        capture: A `kmp.replay.BatchCapture`, which a callback sets; used from the next trace on.
+        capture: Keeps a batch, if a callback sets it; used from the next trace on.
         has_fallback: Whether a callback set layers of the model to float32.
     """
 
     def __init__(self, model: keras.Model) -> None:
         self.own_step = vars(model).get("train_step")
-        self.capture: Any = None
+        self.capture: BatchCapture | None = None
         self.has_fallback = False
         self._model = model
         self._metrics = FiniteMetrics(model)
