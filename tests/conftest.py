@@ -25,6 +25,7 @@ from operation_trace import optimized_graphs
 from tensorflow.python.framework import ops as tensorflow_ops
 
 import kmp
+from kmp.callbacks import replay_time
 from kmp.records import BIN_COUNT, GradientSample, Replay, flat_replays
 from kmp.records.exponent_histogram import FIRST_EXPONENT, INF_BIN, NAN_BIN, ZERO_BIN
 
@@ -55,6 +56,12 @@ def two_replicas():
 def one_replica():
     """A strategy with one replica, on the default device."""
     return tf.distribute.MirroredStrategy(["GPU:0" if HAS_GPU else "CPU:0"])
+
+
+@pytest.fixture(autouse=True)
+def time_to_compare(monkeypatch):
+    """Comparisons of a training do not depend on how busy the machine is."""
+    monkeypatch.setattr(replay_time, "_FREE_SECONDS", 600.0)
 
 
 @pytest.fixture(autouse=True)

@@ -38,7 +38,9 @@ _OVERFLOWS_IN_A_ROW = thresholds.SKIPPED_AT_START + 1
 _MANY_OVERFLOWS = 8
 _MOST_REPLAYS = 3  # of one training, because of overflows
 _MOST_STUCK_REPLAYS = 3  # of one training
-_COMPARED_AGAIN = 4  # at this multiple of the last step that was compared
+# At these multiples of the last step that was compared.
+_COMPARED_AGAIN = 4
+_COMPARED_AT_END = 1.5  # of a training that continues another one
 
 
 class BatchReplayer:
@@ -71,14 +73,30 @@ class BatchReplayer:
             capture = guard.capture = BatchCapture(model, optimizer, is_custom)
         self._capture = capture
 
-    def begin(self, snapshot: Snapshot, planned_steps: int) -> None:
+    def watches(self, model: keras.Model, optimizer: LossScaleOptimizer) -> bool:
+        """Whether it captures the batches of this training."""
+        guard = guarded_step_of(model)
+        is_in_step = guard is not None and guard.capture is self._capture
+        return is_in_step and self._model is model and self._capture.optimizer is optimizer
+
+    def begin(self, snapshot: Snapshot, planned_steps: int, *, continues: bool) -> None:
         """Begins a training: captures its first batch.
 
         Args:
             snapshot: The state of the optimizer.
             planned_steps: The number of steps; 0 if that is not known.
+            continues: Whether it is another part of the training before, as where `fit` is called
+                for each batch. What that has shown counts.
         """
+        self._continues = continues
         self._middle = snapshot.step + planned_steps // 2
+        if not continues:
+            self._forget(snapshot)
+        self.end()
+        self._request(snapshot)
+
+    def _forget(self, snapshot: Snapshot) -> None:
+        """Forgets what earlier replays have shown."""
         # At the beginning, and at the last replay because of overflows.
         self._first = self._seen = snapshot
         self._overflow_replays = self._stuck_replays = 0
@@ -94,8 +112,6 @@ class BatchReplayer:
         self._largest_norms: dict[str, float] = {}  # of the gradients of each layer, in float32
         self._time = ReplayTime()
         self._has_differed = False  # in a comparison
-        self.end()
-        self._request(snapshot)
 
     def end(self) -> None:
         """Frees the captured batch."""
@@ -328,12 +344,12 @@ class BatchReplayer:
         """
         if snapshot.overflows_in_a_row or snapshot.step == self._last_step:
             return False
-        if is_last or self._last_step < self._middle <= snapshot.step:
-            return True
-        if not self._last_step:
+        is_in_the_middle = self._last_step < self._middle <= snapshot.step
+        if not self._last_step or (not self._continues and (is_last or is_in_the_middle)):
             return True
         is_later = snapshot.step >= _COMPARED_AGAIN * self._last_step
-        if is_later and self._time.allows_comparison(self._has_differed):
+        is_at_end = is_last and snapshot.step >= _COMPARED_AT_END * self._last_step
+        if (is_later or is_at_end) and self._time.allows_comparison(self._has_differed):
             return True
         share = _zero_share(snapshot)
         many = thresholds.MANY_ZEROS

@@ -148,10 +148,11 @@ class Monitor(keras.callbacks.Callback):
         self.run = Run()
         self._optimizer = optimizer
         self._training: Training | None = None
+        self._ended: Training | None = None  # the last one, which the next one may continue
 
     def __getstate__(self) -> dict[str, Any]:
         """Returns what a copy has: the settings and the records, without the model."""
-        return vars(self) | {"_model": None, "_training": None}
+        return vars(self) | {"_model": None, "_training": None, "_ended": None}
 
     @property
     def optimizer(self) -> LossScaleOptimizer:
@@ -171,6 +172,7 @@ class Monitor(keras.callbacks.Callback):
                 self.run,
                 self.model,
                 self.optimizer,
+                before=self._ended,
                 epochs=params.get("epochs") or 0,
                 batches_of_epoch=params.get("steps") or 0,
             )
@@ -215,7 +217,7 @@ class Monitor(keras.callbacks.Callback):
         if self._training:
             with self._only_watching():
                 self._training.end()
-            self._training = None
+            self._ended, self._training = self._training, None
 
     def _settings(self) -> MonitorSettings:
         return MonitorSettings(

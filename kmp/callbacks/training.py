@@ -33,6 +33,7 @@ class Training:
         run: Gets the records.
         model: The model in training.
         optimizer: The optimizer to read.
+        before: The training before this one of the same callback, which this one may continue.
         epochs: The number of epochs; 0 if it is not known.
         batches_of_epoch: The number of batches in an epoch; 0 if it is not known.
     """
@@ -44,13 +45,18 @@ class Training:
         model: keras.Model,
         optimizer: LossScaleOptimizer,
         *,
+        before: "Training | None",
         epochs: int,
         batches_of_epoch: int,
     ) -> None:
         self._settings, self._model, self._optimizer = settings, model, optimizer
         self._epochs, self._batches_of_epoch = epochs, batches_of_epoch
         self.recorder = Recorder(settings, run, model, optimizer)
-        self._replayer: BatchReplayer | None = None
+        self._ended_at: int | None = None  # the step, of a training that has ended
+        self._before_ended_at = before._ended_at if before else None
+        earlier = before._replayer if before else None
+        is_valid = earlier is not None and earlier.watches(model, optimizer)
+        self._replayer: BatchReplayer | None = earlier if is_valid else None
         self._repairer: Repairer | None = None
         self._detector: StuckDetector | None = None
         self._report: ReportWriter | None = None
@@ -72,8 +78,9 @@ class Training:
         if is_of_model:
             is_new |= guard_train_step(model)
         if settings.replay and is_of_model and has_one_replica:
-            self._replayer = BatchReplayer(model, self._optimizer)
-            is_new |= self._replayer.is_new
+            if self._replayer is None:
+                self._replayer = BatchReplayer(model, self._optimizer)
+                is_new |= self._replayer.is_new
             if settings.repair:
                 self._repairer = Repairer(model, self._optimizer, self.recorder, self._replayer)
         if self._repairer or settings.on_stuck != "ignore":
@@ -96,7 +103,9 @@ class Training:
         if self._repairer:
             self._repairer.start()
         if self._replayer:
-            self._replayer.begin(self.recorder.previous, self._planned_steps())
+            snapshot = self.recorder.previous
+            continues = self._before_ended_at == snapshot.step
+            self._replayer.begin(snapshot, self._planned_steps(), continues=continues)
 
     def _planned_steps(self) -> int:
         """Returns the number of steps of this training, 0 if it is not known."""
@@ -230,6 +239,7 @@ class Training:
             self._replay(is_last=True)
             self.recorder.warn_if_nothing_was_recorded()
         self.close()
+        self._ended_at = self.recorder.previous.step
         if self._report:
             self._report.end()
 

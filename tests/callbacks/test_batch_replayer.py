@@ -127,6 +127,35 @@ def test_healthy_training_is_compared_at_a_few_steps_and_is_traced_once():
     assert model.train_function is traced
 
 
+def cancelled(x):
+    """Returns the inputs; in float16, rounded to a multiple of 4."""
+    return (x + 4096.0) - 4096.0
+
+
+def test_while_the_precisions_agree_comparisons_end_when_their_time_is_spent(monkeypatch):
+    monkeypatch.setattr(replay_time, "_FREE_SECONDS", 0.0)
+    agreeing, differing = kmp.callbacks.Monitor(), kmp.callbacks.Monitor(repair=False)
+    fit(compiled_model(), [agreeing], batches=1, epochs=36)
+    assert [step for step, _ in agreeing.run.comparisons] == [1, 18, 36]
+    with kmp.enable():
+        model = sequential(layers.Lambda(cancelled), layers.Dense(1))
+    fit(model, [differing], batches=1, epochs=36)
+    assert all(is_harmful(replay) for _, replay in differing.run.comparisons)
+    assert [step for step, _ in differing.run.comparisons] == [2, 8, 18, 36]
+
+
+def test_fit_for_each_batch_is_compared_as_one_training():
+    monitor, other = kmp.callbacks.Monitor(), kmp.callbacks.Monitor()
+    model = compiled_model()
+    for _ in range(20):
+        fit(model, [monitor], batches=1)
+    assert [step for step, _ in monitor.run.comparisons] == [1, 2, 3, 5, 8, 12, 18]
+    fit(model, [other], batches=1)  # has seen nothing yet
+    fit(model, [monitor], batches=1)  # others have trained in between
+    assert [step for step, _ in other.run.comparisons] == [21]
+    assert [step for step, _ in monitor.run.comparisons][-1] == 22
+
+
 def test_training_that_converges_to_the_resolution_of_float16_is_not_hurt():
     model = sequential(
         layers.Dense(8), layers.Dense(1, dtype="float32"), optimizer=keras.optimizers.SGD(0.1)
