@@ -277,7 +277,7 @@ def instance_attribute(instance: Any, name: str, value: Any) -> Iterator[None]:
         if previous is not None:
             vars(instance)[name] = previous
 
-    with Undos() as undos, undos:
+    with Undos() as undos, undos.first_attempt():
         undos.add(restore)
         vars(instance).pop(name, None)
         if value is not None:

@@ -99,12 +99,12 @@ def category_encoding_patch(original: None) -> Callable[..., Any]:
     inherited: Any = super(keras.layers.CategoryEncoding, keras.layers.CategoryEncoding).__call__
 
     @functools.wraps(inherited)
-    def __call__(self: keras.Layer, *args: Any, **kwargs: Any) -> Any:  # noqa: N807
+    def call(self: keras.Layer, *args: Any, **kwargs: Any) -> Any:
         is_exact = getattr(vars(self).get("call"), "__func__", None) is _look_up
-        call = keras.Layer.__call__ if is_exact else inherited
-        return call(self, *args, **kwargs)
+        used = keras.Layer.__call__ if is_exact else inherited
+        return used(self, *args, **kwargs)
 
-    return __call__
+    return call
 
 
 def _cast_inputs(
