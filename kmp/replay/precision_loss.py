@@ -19,8 +19,6 @@ from kmp.replay.layer_marks import LARGEST_ERROR
 from kmp.utils.float_formats import FLOAT16
 
 _MOST_LAYERS = 200
-# A gradient that small, relative to the largest of a layer, may be nothing but rounding.
-_VANISHED = 1e-5
 
 
 @dataclass(frozen=True)
@@ -166,7 +164,7 @@ def gradient_errors(result: PassResult, reference: Reference) -> list[GradientEr
     largest = max((each.square for each in sums.values()), default=0.0)
     found = []
     for layer, each in sums.items():
-        if not each.square > _VANISHED**2 * largest:
+        if not each.square > thresholds.VANISHED**2 * largest:
             continue
         noise = np.sqrt(each.noise / each.square) * reference.noise_factor
         kept = np.clip(each.product / each.square, -LARGEST_ERROR, LARGEST_ERROR)
