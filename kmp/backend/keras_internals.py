@@ -319,15 +319,6 @@ def is_symbolic() -> bool:
     return in_symbolic_scope is None or bool(in_symbolic_scope())
 
 
-def functional_input_cast() -> str | None:
-    """Returns the name of the method of a functional model that casts its arguments.
-
-    It casts them to the dtypes of the `Input`s. `None` if Keras has no such method.
-    """
-    method = find("keras.src.models.functional:Functional._convert_inputs_to_tensors")
-    return None if method is None else method.__name__
-
-
 def layers_by_path(model: keras.Model) -> dict[str, keras.Layer]:
     """Returns a model's layers by path, with those in nested models and custom layers.
 

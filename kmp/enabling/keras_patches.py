@@ -233,8 +233,6 @@ def layer_init_patch(original: Callable[..., None]) -> Callable[..., None]:
         if active or selected_classes() is not None:
             exact_indices.keep_exact(self)
             keep_in_float32(self)
-        # Keras creates the functional model of a Sequential when that is built, perhaps later.
-        exact_indices.keep_input_exact(self)
 
     # Keras reads it to store the arguments of a layer.
     vars(init)["__signature__"] = inspect.signature(original)
