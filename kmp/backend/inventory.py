@@ -93,12 +93,12 @@ PATCHES = (
         promise="the logs of several workers are averaged",
         link=_WORKERS,
     ),
-    # While layers are created, also by a conversion, and by a Sequential when it is built.
+    # While layers are created, also by a conversion.
     Patch(
         owner="keras:Layer",
         name="__init__",
         make=f"{_PATCHES}:layer_init_patch",
-        when=(Reason.ENABLED, Reason.IN_USE, Reason.CONVERSION),
+        when=(Reason.ENABLED, Reason.CONVERSION),
         promise="layers that go wrong in 16 bits stay float32, and normalization is fused",
         link="No hook at the end of a layer's constructor",
     ),
@@ -153,6 +153,14 @@ PATCHES = (
         make=f"{_INDICES}:convert_input_patch",
         when=(Reason.ENABLED, Reason.IN_USE),
         promise="look-up layers get the indices that Keras has rounded to 16 bits",
+        link="Float indices are rounded on their way to a look-up",
+    ),
+    Patch(
+        owner="keras.src.models.functional:Functional",
+        name="_convert_inputs_to_tensors",
+        make=f"{_INDICES}:functional_inputs_patch",
+        when=(Reason.ENABLED, Reason.IN_USE),
+        promise="a functional model inside of another model passes exact indices on",
         link="Float indices are rounded on their way to a look-up",
     ),
     Patch(
@@ -316,11 +324,6 @@ PRIVATE_NAMES = (
         "keras:Model._distribute_strategy",
         "`kmp.audit` knows that a strategy keeps Keras from compiling with XLA",
         "takes a model for one without a strategy",
-    ),
-    PrivateName(
-        "keras.src.models.functional:Functional._convert_inputs_to_tensors",
-        "a functional model inside of another model passes exact indices on",
-        "lets Keras cast them",
     ),
     # Variables and optimizers.
     PrivateName(

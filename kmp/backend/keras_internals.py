@@ -277,7 +277,7 @@ def instance_attribute(instance: Any, name: str, value: Any) -> Iterator[None]:
         if previous is not None:
             vars(instance)[name] = previous
 
-    with Undos() as undos, undos:
+    with Undos() as undos, undos.first_attempt():
         undos.add(restore)
         vars(instance).pop(name, None)
         if value is not None:
@@ -317,15 +317,6 @@ def is_symbolic() -> bool:
     """Whether Keras may call a layer only for the shapes and dtypes of its outputs."""
     in_symbolic_scope = find("keras.src.backend.common.symbolic_scope:in_symbolic_scope")
     return in_symbolic_scope is None or bool(in_symbolic_scope())
-
-
-def functional_input_cast() -> str | None:
-    """Returns the name of the method of a functional model that casts its arguments.
-
-    It casts them to the dtypes of the `Input`s. `None` if Keras has no such method.
-    """
-    method = find("keras.src.models.functional:Functional._convert_inputs_to_tensors")
-    return None if method is None else method.__name__
 
 
 def layers_by_path(model: keras.Model) -> dict[str, keras.Layer]:

@@ -2,13 +2,14 @@
 
 import contextlib
 import functools
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 from weakref import WeakSet
 
 from kmp.backend.inventory import PATCHES, Patch, Reason
 from kmp.backend.private_names import resolve, warn_of_missing
-from kmp.backend.undo import ThreadLock, Undos
+from kmp.backend.undo import Undos
 
 _MISSING = object()
 
@@ -64,18 +65,18 @@ class Patches:
         self._applied: dict[Patch, Replacement] = {}
         self._left: dict[Patch, tuple[Replacement, Any]] = {}
         self._in_use: WeakSet[Any] = WeakSet()
-        self._lock = ThreadLock()
+        self._lock = threading.RLock()
 
     def hold(self, reason: Reason, holder: object) -> None:
         """Gives a reason, until each holder has released it. An object holds it once."""
-        with Undos() as undos, undos:
+        with Undos() as undos, undos.first_attempt():
             undos.lock(self._lock)
             self._holders[reason] = [*self._others(reason, holder), holder]
             self._update()
 
     def release(self, reason: Reason, holder: object) -> None:
         """Takes the reason of a holder back; does nothing if it has none."""
-        with Undos() as undos, undos:
+        with Undos() as undos, undos.first_attempt():
             undos.lock(self._lock)
             self._holders[reason] = self._others(reason, holder)
             self._update()
@@ -84,7 +85,7 @@ class Patches:
     def holding(self, reason: Reason) -> Iterator[None]:
         """Gives a reason in the context."""
         holder = object()
-        with Undos() as undos, undos:
+        with Undos() as undos, undos.first_attempt():
             undos.add(functools.partial(self.release, reason, holder))
             self.hold(reason, holder)
             yield
@@ -94,7 +95,7 @@ class Patches:
 
         They are removed by the first `release_unused` after it.
         """
-        with Undos() as undos, undos:
+        with Undos() as undos, undos.first_attempt():
             undos.lock(self._lock)
             self._in_use.add(instance)
             if not self.is_held(Reason.IN_USE):
@@ -103,7 +104,7 @@ class Patches:
 
     def release_unused(self) -> None:
         """Removes the patches of `Reason.IN_USE` if no object that needs them is alive."""
-        with Undos() as undos, undos:
+        with Undos() as undos, undos.first_attempt():
             undos.lock(self._lock)
             if not self._in_use:
                 self._holders[Reason.IN_USE] = []

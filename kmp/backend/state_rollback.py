@@ -74,7 +74,7 @@ def state_restored(
         if isinstance(variable, tf.Variable)
     ]
     scope = keras.StatelessScope(collect_losses=True)
-    with Undos() as undos, undos:
+    with Undos() as undos, undos.first_attempt():
         for assign, value in saved:
             undos.add(functools.partial(assign, value))
         undos.add(functools.partial(_leave, scope))

@@ -17,7 +17,7 @@ import tensorflow as tf
 from kmp.backend.inventory import Reason
 from kmp.backend.patching import patches
 from kmp.backend.private_names import find
-from kmp.backend.undo import Context, ThreadLock, Undos
+from kmp.backend.undo import Context, Undos
 from kmp.utils.float_formats import FORMATS_16_BIT
 
 Value = TypeVar("Value")
@@ -71,7 +71,7 @@ def watching_operations(
     if add is None or remove is None:
         yield
         return
-    with Undos() as undos, undos:
+    with Undos() as undos, undos.first_attempt():
         undos.add(undo)
         add(callback)
         yield
@@ -119,7 +119,7 @@ def _in_this_thread(values: list[Value], value: Value) -> Iterator[Value]:
     def remove() -> None:
         values[:] = [each for each in values if each is not value]
 
-    with Undos() as undos, undos:
+    with Undos() as undos, undos.first_attempt():
         undos.enter(patches.holding(Reason.REPLAY))
         undos.add(remove)
         values.append(value)
@@ -254,7 +254,7 @@ def run_eagerly_patch(original: property) -> property:
     return property(_run_functions_eagerly, doc=original.__doc__)
 
 
-_tf32_lock = ThreadLock()
+_tf32_lock = threading.RLock()
 _tf32_holders: list[object] = []
 
 
@@ -272,7 +272,7 @@ def without_tensor_float_32() -> Iterator[None]:
     holder = object()
 
     def disable() -> None:
-        with Undos() as undos, undos:
+        with Undos() as undos, undos.first_attempt():
             undos.lock(_tf32_lock)
             is_allowed = tf.config.experimental.tensor_float_32_execution_enabled()
             if is_allowed or _tf32_holders:  # else the user has disabled it
@@ -280,13 +280,13 @@ def without_tensor_float_32() -> Iterator[None]:
                 tf.config.experimental.enable_tensor_float_32_execution(False)
 
     def release() -> None:
-        with Undos() as undos, undos:
+        with Undos() as undos, undos.first_attempt():
             undos.lock(_tf32_lock)
             if _tf32_holders == [holder]:
                 tf.config.experimental.enable_tensor_float_32_execution(True)
             _tf32_holders[:] = [each for each in _tf32_holders if each is not holder]
 
-    with Undos() as undos, undos:
+    with Undos() as undos, undos.first_attempt():
         undos.add(release)
         disable()
         yield

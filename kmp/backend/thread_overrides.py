@@ -10,7 +10,7 @@ import keras
 
 from kmp.backend.inventory import Reason
 from kmp.backend.patching import patches
-from kmp.backend.undo import Context, ThreadLock, Undos
+from kmp.backend.undo import Context, Undos
 
 
 class _Override:
@@ -53,7 +53,7 @@ def own_attribute(instance: Any, name: str, value: Any) -> Iterator[None]:
         value: The value.
     """
     override = _Override(instance, name, value)
-    with Undos() as undos, undos:
+    with Undos() as undos, undos.first_attempt():
         undos.enter(patches.holding(Reason.REPLAY))
         undos.add(override.remove)
         override.add()
@@ -102,7 +102,7 @@ def dtype_policies_replaced(
 
     The public setter would change a `DTypePolicyMap`, and quantize.
     """
-    with Undos() as undos, undos:
+    with Undos() as undos, undos.first_attempt():
         for layer, policy in policies:
             undos.enter(own_attribute(layer, "_dtype_policy", policy))
         yield
@@ -135,7 +135,7 @@ class _MethodByThread:
         return self.in_this_thread()(*args, **kwargs)
 
 
-_method_lock = ThreadLock()
+_method_lock = threading.RLock()
 
 
 @contextlib.contextmanager
@@ -155,7 +155,7 @@ def own_method(
             of the object, is what a replacement may call.
     """
     override = _Override(instance, name, None)
-    with Undos() as undos, undos:
+    with Undos() as undos, undos.first_attempt():
         undos.add(functools.partial(_remove_method, override, name))
         _add_method(override, name, make)
         yield
@@ -165,7 +165,7 @@ def _add_method(
     override: _Override, name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]
 ) -> None:
     attributes = vars(override.instance)
-    with Undos() as undos, undos:
+    with Undos() as undos, undos.first_attempt():
         undos.lock(_method_lock)
         method = attributes.get(name)
         if not isinstance(method, _MethodByThread):
@@ -177,7 +177,7 @@ def _add_method(
 
 
 def _remove_method(override: _Override, name: str) -> None:
-    with Undos() as undos, undos:
+    with Undos() as undos, undos.first_attempt():
         undos.lock(_method_lock)
         override.remove()
         attributes = vars(override.instance)

@@ -1,8 +1,8 @@
 """Changes that are undone at the end of a context, also if Ctrl-C ends it in the middle."""
 
 import contextlib
+import functools
 import threading
-import time
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -11,37 +11,15 @@ Value = TypeVar("Value")
 Context = contextlib._GeneratorContextManager
 
 
-class ThreadLock:
-    """A lock that a thread may take and release again and again.
-
-    Ctrl-C in the middle of `with threading.Lock()` may leave that locked. Here `release` is added
-    to `Undos` before `acquire` is called, and may run twice.
-    """
-
-    def __init__(self) -> None:
-        self._owner: dict[str, int] = {}
-
-    def acquire(self) -> None:
-        """Waits until no other thread has the lock, and takes it."""
-        own = threading.get_ident()
-        while self._owner.setdefault("thread", own) != own:
-            time.sleep(1e-4)
-
-    def release(self) -> None:
-        """Releases the lock if this thread has it."""
-        if self._owner.get("thread") == threading.get_ident():
-            self._owner.clear()
-
-
 class Undos:
     """What to undo at the end of a context, the last change first.
 
-    Enter it twice: a `KeyboardInterrupt` may come in the middle of the first exit. The second one
-    undoes what is left.
+    Enter `first_attempt` too: a `KeyboardInterrupt` may come in the middle of its exit, or before
+    the first line of it. The exit of the context around it then undoes what is left.
 
     Example:
     >>> setting = {"value": 1}
-    >>> with Undos() as undos, undos:
+    >>> with Undos() as undos, undos.first_attempt():
     ...     undos.add(lambda: setting.update(value=1))  # before the change
     ...     setting["value"] = 2
     >>> setting
@@ -69,10 +47,17 @@ class Undos:
         self.add(context.gen.close)
         return context.__enter__()
 
-    def lock(self, lock: ThreadLock) -> None:
-        """Takes a lock until the end of the context."""
-        self.add(lock.release)
+    def lock(self, lock: threading.RLock) -> None:
+        """Takes a lock until the end of the context.
+
+        Ctrl-C at the end of `with lock` may leave it locked.
+        """
+        self.add(functools.partial(_release, lock))
         lock.acquire()
+
+    def first_attempt(self) -> "Undos":
+        """Returns a context that undoes all at its end."""
+        return self
 
     def __enter__(self) -> "Undos":
         return self
@@ -85,3 +70,8 @@ class Undos:
                 self._undos.pop()  # the second exit undoes the others
                 raise
             self._undos.pop()
+
+
+def _release(lock: threading.RLock) -> None:
+    with contextlib.suppress(RuntimeError):  # this thread has not acquired it, or released it
+        lock.release()

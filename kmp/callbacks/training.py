@@ -26,7 +26,9 @@ class Training:
     """The parts of a `Monitor` in one training, in the order in which they act.
 
     Each check copies the counts of steps from the device. Only where a part needs more, it copies
-    more.
+    more. Three cadences are kept apart, because their costs are: of these checks, which an overflow
+    makes frequent; of records, in `Recorder`, whose interval grows with the log; and in
+    `SampleSchedule`, which steps measure gradients on the device, and which of those updates.
 
     Args:
         settings: The settings of the monitor.
@@ -146,12 +148,13 @@ class Training:
             self._check()
         self.recorder.end_batch()
 
-    def _check(self, is_last: bool = False) -> None:
+    def _check(self, is_epoch_end: bool = False) -> None:
+        """Reads the counts of steps, and lets the parts act that these make due."""
         counts = self._optimizer.counters.read_counts()
         new = counts.overflow_count - self._counts.overflow_count
         self._counts = counts
         has_streak = max(new, counts.overflows_in_a_row) >= _STREAK
-        if is_last or self.recorder.batches_left <= 0 or (self._repairer and has_streak):
+        if is_epoch_end or self.recorder.batches_left <= 0 or (self._repairer and has_streak):
             self._read(counts.step)
         if self._repairer and self._repairer.repair():
             self._mark_repair()
@@ -191,14 +194,14 @@ class Training:
     def _detect(self) -> None:
         assert self._detector is not None
         streak = self._detector.look()
-        if streak is None or self._is_repaired_now():
+        if streak is None or self._repair_stuck():
             return
         self._detector.mark_reported(streak)
         if self._settings.on_stuck != "ignore":
             self._report_stuck(self._detector, streak)
 
-    def _is_repaired_now(self) -> bool:
-        """Whether the last batch of a training that is stuck shows what to repair."""
+    def _repair_stuck(self) -> bool:
+        """Repairs what the last batch of a stuck training shows. Returns whether it did."""
         self._read(self._counts.step)
         if self._replayer:
             snapshot, variables = self.recorder.previous, self.recorder.selected_variables()
@@ -219,7 +222,7 @@ class Training:
 
     def end_epoch(self, epoch: int, logs: Logs) -> None:
         """Reads the optimizer."""
-        self._check(is_last=True)
+        self._check(is_epoch_end=True)
         self._ended_epoch = epoch, logs
 
     def _finish_epoch(self) -> None:

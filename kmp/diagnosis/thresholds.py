@@ -1,6 +1,7 @@
 """The thresholds of the diagnosis, each with its source or the measurement behind it.
 
-Those of the replay stand here too: it decides which layers it tries in float32. A test moves each
+Those of the replay stand here too: it decides which layers it tries in float32. So do those by
+which the report finds where two runs differ. A test moves each
 by a fifth and by a factor of two on the recorded runs of the programs of `docs/advice.md`, and
 `docs/thresholds.md` lists which changes of a verdict that made. "Not seen" marks a threshold that
 none of these runs depends on within a factor of two: its reason is an argument, not a measurement.
@@ -76,6 +77,7 @@ NOTICED_GRADIENT_ERROR = 0.1
 # gradients that agree make subnormal ones harmless.
 SMALL_GRADIENT_ERROR = 0.1
 CONVERGED = 1e-3  # of the largest gradients of the layer: smaller ones are nothing but rounding
+VANISHED = 1e-5  # of the largest gradients of any layer: smaller ones are not compared
 # Of a state: it moves half the way to the value of a batch, or less. Not seen: no state of a run
 # stands out from the noise. Kept, because a state that moves faster is another one with the next
 # batch.
@@ -114,6 +116,11 @@ FALLING_LOSS = 0.99  # times that of the middle epoch
 # The number of batches in the median. Not seen: the last losses of a run are all high or all low.
 # Kept, because one noisy batch must not decide.
 LAST_LOSSES = 5
+
+# Of two runs, in the report. Chosen, not measured: they select what a table lists, no cause.
+DIFFERENT_METRIC = 0.1  # of its largest value
+MORE_ZEROS = 0.1  # than in the other run, of all elements of a layer
+LARGER_NORM = 4.0  # times the norm of a layer in the other run
 
 # Others.
 FEW_COMPARISONS = 2  # with float32: the start and the end of a run

@@ -63,22 +63,9 @@ def keep_exact(layer: keras.Layer) -> None:
 
 
 def keep_all_exact(model: keras.Model) -> None:
-    """Makes all look-up layers in a model, and its casts to the dtypes of `Input`s, exact."""
+    """Makes all look-up layers in a model exact."""
     for layer in sublayers(model):
         keep_exact(layer)
-        keep_input_exact(layer)
-
-
-def keep_input_exact(layer: keras.Layer) -> None:
-    """Makes a functional model cast the exact tensors to the dtypes of its `Input`s.
-
-    That of a Sequential without an `Input` may be float16.
-    """
-    if not isinstance(layer, keras.Model):
-        return
-    name = keras_internals.functional_input_cast()
-    if name is not None and hasattr(layer, name):
-        vars(layer)[name] = functools.partial(_cast_inputs, getattr(type(layer), name), layer)
 
 
 def convert_input_patch(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -91,6 +78,20 @@ def convert_input_patch(original: Callable[..., Any]) -> Callable[..., Any]:
     return convert_input
 
 
+def functional_inputs_patch(original: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
+    """Patches the cast of a functional model's arguments to the dtypes of its `Input`s.
+
+    That of a Sequential without an `Input` may be float16.
+    """
+
+    @functools.wraps(original)
+    def convert_inputs(self: keras.Model, flat_inputs: list[Any]) -> list[Any]:
+        pairs = zip(flat_inputs, original(self, flat_inputs), strict=False)  # some have no `Input`
+        return [_exact_cast(x, cast) for x, cast in pairs]
+
+    return convert_inputs
+
+
 def category_encoding_patch(original: None) -> Callable[..., Any]:
     """Patches `__call__` of `CategoryEncoding`, which in a graph casts even integers (Keras 3.15).
 
@@ -99,19 +100,12 @@ def category_encoding_patch(original: None) -> Callable[..., Any]:
     inherited: Any = super(keras.layers.CategoryEncoding, keras.layers.CategoryEncoding).__call__
 
     @functools.wraps(inherited)
-    def __call__(self: keras.Layer, *args: Any, **kwargs: Any) -> Any:  # noqa: N807
+    def call(self: keras.Layer, *args: Any, **kwargs: Any) -> Any:
         is_exact = getattr(vars(self).get("call"), "__func__", None) is _look_up
-        call = keras.Layer.__call__ if is_exact else inherited
-        return call(self, *args, **kwargs)
+        used = keras.Layer.__call__ if is_exact else inherited
+        return used(self, *args, **kwargs)
 
-    return __call__
-
-
-def _cast_inputs(
-    original: Callable[..., list[Any]], model: keras.Model, inputs: list[Any]
-) -> list[Any]:
-    pairs = zip(inputs, original(model, inputs), strict=False)  # without those of no `Input`
-    return [_exact_cast(x, cast) for x, cast in pairs]
+    return call
 
 
 def _exact_cast(x: Any, cast: Any) -> Any:

@@ -226,19 +226,17 @@ def layer_init_patch(original: Callable[..., None]) -> Callable[..., None]:
     """Patches `__init__` of layers, for those that need another policy or `call` in 16 bits."""
 
     @functools.wraps(original)
-    def __init__(self: keras.Layer, *args: Any, **kwargs: Any) -> None:  # noqa: N807
+    def init(self: keras.Layer, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)
         if active:
             fuse_normalization(self)
         if active or selected_classes() is not None:
             exact_indices.keep_exact(self)
             keep_in_float32(self)
-        # Keras creates the functional model of a Sequential when that is built, perhaps later.
-        exact_indices.keep_input_exact(self)
 
     # Keras reads it to store the arguments of a layer.
-    vars(__init__)["__signature__"] = inspect.signature(original)
-    return __init__
+    vars(init)["__signature__"] = inspect.signature(original)
+    return init
 
 
 def policy_read_patch(original: Callable[..., Any]) -> Callable[..., Any]:

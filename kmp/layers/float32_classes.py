@@ -51,7 +51,7 @@ def only_in_float32(classes: Collection[type]) -> Iterator[None]:
 
     This holds for the layers that this thread creates in the context.
     """
-    with Undos() as undos, undos:
+    with Undos() as undos, undos.first_attempt():
         undos.enter(patches.holding(Reason.CONVERSION))
         undos.add(functools.partial(_selected.set, _selected.get()))
         _selected.set(classes)

@@ -20,8 +20,6 @@ from kmp.replay.layer_marks import LARGEST_ERROR, LayerMarks
 from kmp.utils.float_formats import FLOAT16
 
 _MOST_LAYERS = 200
-# A gradient that small, relative to the largest of a layer, may be nothing but rounding.
-_VANISHED = 1e-5
 
 
 @dataclass(frozen=True)
@@ -195,7 +193,8 @@ def gradient_errors(result: PassResult, reference: Reference) -> list[GradientEr
     """
     sums = _sums_by_layer(result, reference)
     largest = max((each.square for each in sums.values()), default=0.0)
-    known = {layer: each for layer, each in sums.items() if each.square > _VANISHED**2 * largest}
+    limit = thresholds.VANISHED**2 * largest
+    known = {layer: each for layer, each in sums.items() if each.square > limit}
     noise: dict[str, float] = {}
     if any(each.error > thresholds.HARMFUL_GRADIENT_ERROR for each in known.values()):
         noise = _noise_by_layer(result, reference)

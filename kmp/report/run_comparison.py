@@ -6,14 +6,12 @@ from typing import NamedTuple
 
 import numpy as np
 
+from kmp.diagnosis import thresholds
 from kmp.records import GradientSample, Run
 from kmp.records.layer_names import stable_name, stable_names
 from kmp.report.run_summary import VALIDATION, RunSummary
 from kmp.report.texts import MAX_ROWS, Row, Table, number, share, with_omitted
 
-_MUCH = 0.1  # of a metric, relative to its largest value
-_MANY_ZEROS = 0.1  # more zeros than in the other run, as a share of all elements
-_NORM_FACTOR = 4.0
 _MOST_STEPS = 100
 
 
@@ -81,7 +79,7 @@ def _differs(metric: str, runs: Sequence[RunSummary]) -> bool:
         return False
     if len(finite) < len(values):
         return True
-    return max(finite) - min(finite) > _MUCH * max(map(abs, finite))
+    return max(finite) - min(finite) > thresholds.DIFFERENT_METRIC * max(map(abs, finite))
 
 
 def main_metrics(runs: Sequence[RunSummary]) -> list[str]:
@@ -164,10 +162,10 @@ def _differences(
 
 
 def _are_different(layer: _Layer, other: _Layer) -> bool:
-    if abs(layer.zeros - other.zeros) > _MANY_ZEROS:
+    if abs(layer.zeros - other.zeros) > thresholds.MORE_ZEROS:
         return True
     low, high = sorted((layer.norm, other.norm))
-    return high > _NORM_FACTOR * low
+    return high > thresholds.LARGER_NORM * low
 
 
 def _layers(sample: GradientSample, names: Mapping[str, str]) -> dict[str, _Layer]:

@@ -9,6 +9,7 @@ import pytest
 from conftest import make_replay, sample_from
 
 import kmp
+from kmp.diagnosis import cure_of
 from kmp.records import Run
 from kmp.records.replay import GradientError, LayerError, LostWeight, NonfiniteOperation, StateError
 
@@ -302,6 +303,28 @@ def test_gradients_that_do_not_grow_with_the_loss_scale_are_a_finding(
     assert finding.location == measured.get("unscaled_by", layer)
     assert title in finding.title
     assert note in finding.note
+
+
+OUTPUTS_DIFFER = {"output_error": 0.6, "layer_errors": [LayerError("net/dense", 0.6, 0.6)]}
+GRADIENTS_DIFFER = {"gradient_errors": HARMFUL_GRADIENTS}
+
+
+@pytest.mark.parametrize(
+    ("errors", "other", "layers"),
+    [
+        (OUTPUTS_DIFFER, {}, ("net/dense",)),
+        (OUTPUTS_DIFFER, {"unscaled_layers": ["net/dense"]}, None),
+        (GRADIENTS_DIFFER, {}, ("net/dense",)),
+        (GRADIENTS_DIFFER, {"unscaled_layers": ["net/dense"]}, None),
+    ],
+)
+def test_no_cure_is_for_errors_that_another_cause_explains(errors, other, layers):
+    rows = [
+        compared(row(step), float32_layers=["net/dense"], **errors, **other)
+        for step in (1, 50, 100)
+    ]
+    cure = cure_of(Run(rows, {"settings": SETTINGS}))
+    assert (cure and cure.layers) == layers
 
 
 def test_loss_that_overflows_inside_and_stays_finite_is_found_where_it_overflows():

@@ -33,7 +33,7 @@ from kmp.backend.undo import Undos
 @contextlib.contextmanager
 def changed(layer):
     """Everything that a replay changes."""
-    with Undos() as undos, undos:
+    with Undos() as undos, undos.first_attempt():
         undos.enter(equal_random_numbers())
         undos.enter(state_restored(layer))
         undos.enter(functions_run_eagerly())
@@ -164,7 +164,7 @@ def test_ctrl_c_at_any_line_leaves_nothing_changed_and_no_lock_locked(first):
     layer, before = dense(), patched()
 
     def run():
-        with Undos() as undos, undos:
+        with Undos() as undos, undos.first_attempt():
             undos.enter(changed(layer))
 
     total = interrupted_at(-1, run)

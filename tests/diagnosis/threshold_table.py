@@ -23,10 +23,18 @@ FACTORS = (0.5, 0.8, 1.2, 2.0)
 NOT_SEEN = "not seen"
 ONLY_TEXT = "only in the text"
 BY_THE_REPLAY = "applied by the replay"
+BY_THE_REPORT = "applied by the report"
 
 # The packages that read thresholds, as the page calls them. The verdict and its sentences stand in
-# `advice`; `replay` and `callbacks` apply thresholds before a record is written.
-_READERS = {"diagnosis": "diagnosis", "advice": "advice", "replay": "replay", "callbacks": "replay"}
+# `advice`; `replay` and `callbacks` apply thresholds before a record is written, and `report`
+# compares runs.
+_READERS = {
+    "diagnosis": "diagnosis",
+    "advice": "advice",
+    "replay": "replay",
+    "callbacks": "replay",
+    "report": "report",
+}
 
 _INTRODUCTION = """# How the diagnosis depends on its thresholds
 
@@ -45,6 +53,7 @@ has
 - "{by_the_replay}" for a threshold that no diagnosis reads: the records hold what the replay
   found with it. Where the replay and the diagnosis both read a threshold, the numbers are about
   the diagnosis;
+- "{by_the_report}" for a threshold by which the report finds where two runs differ;
 - "{only_text}" for a threshold on which a sentence or a proposed change depends, and no verdict;
 - "{not_seen}" for a threshold whose reason is an argument, given beside it, because no run
   measures it within a factor of two.
@@ -200,6 +209,7 @@ def page() -> str:
         runs=len(recorded_runs()),
         points=len(points()),
         by_the_replay=BY_THE_REPLAY,
+        by_the_report=BY_THE_REPORT,
         only_text=ONLY_TEXT,
         not_seen=NOT_SEEN,
     )
@@ -239,7 +249,8 @@ def _seen(row: Row, readers: list[str]) -> str:
             return f"`{effect.verdicts[0]}`"
     if any(effect.texts for effect in effects):
         return ONLY_TEXT
-    return BY_THE_REPLAY if readers == ["replay"] else NOT_SEEN
+    alone = {"replay": BY_THE_REPLAY, "report": BY_THE_REPORT}
+    return alone.get(readers[0], NOT_SEEN) if len(readers) == 1 else NOT_SEEN
 
 
 if __name__ == "__main__":

@@ -105,6 +105,14 @@ def test_training_updates_the_rows_of_the_indices(enabled):
     assert np.unique(np.nonzero(table_of(model) != before)[0]).tolist() == [100, 3001, 4999]
 
 
+def test_model_that_is_not_of_kmp_has_the_same_attributes_while_one_of_kmp_lives():
+    before = vars(functional(Tokens())).keys()
+    with kmp.enable():
+        model = functional(Tokens())
+    assert vars(functional(Tokens())).keys() == before
+    np.testing.assert_allclose(model(FLOATS), table_of(model)[IDS], atol=5e-4)
+
+
 class NextTokens(Tokens):
     def call(self, ids):
         return self.table(ids + 1)

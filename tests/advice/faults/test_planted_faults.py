@@ -1,7 +1,7 @@
 """Diagnoses each program, and applies the change that is advised."""
 
 import pytest
-from cases import CASES, HEALTHY
+from cases import CASES, HEALTHY, HELD_OUT
 from programs import PROGRAMS
 from running import is_cured, is_named, outcome_of, run_program
 
@@ -32,3 +32,4 @@ def test_healthy_program_has_no_problem(name, tmp_path):
 
 def test_every_program_is_listed():
     assert {*PROGRAMS} == {*CASES, *HEALTHY}
+    assert {*HELD_OUT} < {*CASES}
