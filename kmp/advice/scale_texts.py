@@ -37,15 +37,24 @@ def _(cause: NonfiniteGradients, run: RunMetrics) -> Text:
 
 @text_of.register
 def _(cause: BackwardOverflow, run: RunMetrics) -> Text:
-    scales = "every loss scale"
-    if not cause.is_any_scale:
-        scales = f"loss scales above {as_power(run.scale)}"
-    title = f"Gradients near {cause.origin} overflow at {scales}."
+    return Text(_title(cause, run), _evidence(cause, run), _note(cause))
+
+
+def _title(cause: BackwardOverflow, run: RunMetrics) -> str:
+    where = f"backward pass of {run.describe(cause.location)}"
+    if cause.slope:
+        reason = "in float16 the divisor is 0"
+        if cause.constant is not None:
+            reason = f"float16 rounds the constant {cause.constant:g} to 0"
+        return f"The {where} divides by 0: {reason}."
+    scales = f"loss scales above {as_power(run.scale)}"
+    if cause.lowest_scale is not None:
+        scales = f"loss scales down to {as_power(cause.lowest_scale)}"
+    if run.is_fixed:
+        scales = f"the loss scale of {as_power(run.scale)}"
     if cause.is_in_layer:
-        title = (
-            f"The backward pass of {run.describe(cause.location)} overflows float16 at {scales}."
-        )
-    return Text(title, _evidence(cause, run), _note(cause))
+        return f"The {where} overflows float16 at {scales}."
+    return f"Gradients near {cause.origin} overflow at {scales}."
 
 
 def _evidence(cause: BackwardOverflow, run: RunMetrics) -> str:
@@ -53,8 +62,14 @@ def _evidence(cause: BackwardOverflow, run: RunMetrics) -> str:
         f"{skipped_with_finite_loss(run)}, down to a loss scale of {as_power(run.scale)}",
         f"{cause.origin} was the overflow origin in {cause.origin_share:.0%} of them",
     ]
+    if cause.slope:
+        found = cause.slope
+        parts.append(
+            f"replayed, {found.operation} in the backward pass of {run.describe(found.layer)} is"
+            f" the first to return {found.value}"
+        )
     gradients = cause.replay.gradients.of_activations if cause.replay else {}
-    if gradients:
+    if gradients and not cause.slope:
         layer, magnitude = max(gradients.items(), key=itemgetter(1))
         parts.append(
             f"replayed in float32, the gradient of the output of {layer} reaches {magnitude:.3g}"

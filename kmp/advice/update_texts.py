@@ -3,6 +3,7 @@
 from kmp.advice.sentences import Text, text_of
 from kmp.advice.wording import of_steps
 from kmp.diagnosis import RunMetrics, name_of
+from kmp.diagnosis.edits import smaller_learning_rate
 from kmp.diagnosis.update_causes import (
     LARGEST_LOST,
     DivisionByEpsilon,
@@ -48,7 +49,12 @@ def _(cause: LostSquares, run: RunMetrics) -> Text:
 @text_of.register
 def _(cause: Exploding, run: RunMetrics) -> Text:
     parts = []
-    if cause.has_large_updates:
+    if cause.is_estimated:
+        parts.append(
+            f"the next update would be {cause.ratio:.2g} times as large as the weights: the"
+            " learning rate times the norm of the gradients in float32 (0.001 is typical)"
+        )
+    elif cause.has_large_updates:
         parts.append(
             f"in step {cause.step} the update was {cause.ratio:.2g} times as large as the weights"
             " (L2 norms; 0.001 is typical)"
@@ -62,11 +68,18 @@ def _(cause: Exploding, run: RunMetrics) -> Text:
         )
     if run.overflows:
         parts.append(f"{of_steps(run, run.overflows)} were skipped")
-    return Text(
-        "Training diverges: the updates are too large in any number format.",
-        "; ".join(parts),
-        "or clipnorm=1.0" if run.settings.get("optimizer") == "SGD" else "",
-    )
+    title = "Training diverges: the updates are too large in any number format."
+    note = "or clipnorm=1.0" if run.settings.get("optimizer") == "SGD" else ""
+    if cause.large_input:
+        parts.append(f"{cause.large_input} has values up to {cause.largest_input:.4g}")
+        title = (
+            "Training diverges: the inputs are far from unit scale, and the updates too large in"
+            " any number format."
+        )
+        note = (
+            f"for new data too, with the same mean and deviation; or {smaller_learning_rate(run)}"
+        )
+    return Text(title, "; ".join(parts), f"{note}; not tried" if cause.large_input else note)
 
 
 @text_of.register

@@ -71,6 +71,8 @@ def _settings_of_optimizer(optimizer: LossScaleOptimizer) -> Row:
     schedule = keras.optimizers.schedules.LearningRateSchedule
     if not isinstance(keras_internals.learning_rate_of(inner), schedule):  # which changes
         names.append("learning_rate")
+    clipping = ("clipnorm", "clipvalue", "global_clipnorm")
+    settings["clips"] = any(getattr(inner, name, None) for name in clipping)
     for name in names:
         value = to_number(getattr(inner, name, None))
         if value is not None and math.isfinite(value):

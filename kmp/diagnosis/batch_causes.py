@@ -3,12 +3,18 @@
 from dataclasses import dataclass
 
 from kmp.diagnosis import edits, thresholds
-from kmp.diagnosis.cause import ERROR, WARNING, Cause, Edits, PrepareData, SetArguments, Stage
+from kmp.diagnosis.cause import (
+    ERROR,
+    WARNING,
+    Cause,
+    Edits,
+    PrepareData,
+    SetArguments,
+    Stage,
+)
 from kmp.diagnosis.run_metrics import RunMetrics, name_of
 from kmp.records import Replay
 from kmp.records.replay import BATCH_X, BATCH_Y, InvalidTargets, NonfinitePart
-
-_NORMALIZE = PrepareData("x = (x - x.mean(axis=0)) / (x.std(axis=0) + 1e-6)")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +40,9 @@ class NonfiniteData(Cause):
             return None
         location = part.part + part.key
         array = location.partition("'s ")[2]
-        return cls(
+        is_borne = part.is_too_large and replay.is_finite_in_float32 and replay.float32_layers
+        kind = TooLargeForFloat16 if is_borne else cls
+        return kind(
             name="targets" if part.part == BATCH_Y else "data",
             severity=_severity(run),
             location=location,
@@ -42,6 +50,13 @@ class NonfiniteData(Cause):
             is_too_large=part.is_too_large,
             array=array,
         )
+
+
+@dataclass(frozen=True, kw_only=True)
+class TooLargeForFloat16(NonfiniteData):
+    """Values beyond float16's maximum that layers in float32 bear, as a replay has shown."""
+
+    cured_by_float32 = True
 
 
 def _is_of_the_data(run: RunMetrics, replay: Replay, part: NonfinitePart) -> bool:
@@ -71,7 +86,7 @@ def _overflows_when_it_is_read(replay: Replay) -> bool:
 
 def _edits_of_data(run: RunMetrics, replay: Replay, part: NonfinitePart, array: str) -> Edits:
     if part.is_too_large and replay.is_finite_in_float32:
-        return edits.in_float32(run, replay.float32_layers) or (_NORMALIZE,)
+        return edits.in_float32(run, replay.float32_layers) or (edits.normalized("x"),)
     condition = f"np.isfinite({array})"
     if part.part == BATCH_X:
         condition = f"np.abs({array}) <= 65504"

@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterable
 
 from kmp.diagnosis import soundness, thresholds
-from kmp.diagnosis.cause import ComputeInFloat32, Edits, SetArguments
+from kmp.diagnosis.cause import ComputeInFloat32, Edits, PrepareData, SetArguments
 from kmp.diagnosis.run_metrics import RunMetrics, name_of
 from kmp.records import Replay
 from kmp.utils.float_formats import FLOAT32
@@ -23,6 +23,12 @@ def in_float32(run: RunMetrics, layers: Iterable[str]) -> Edits:
     if run.settings.get("model") in created.keys() - run.layers.keys():
         return (IN_FLOAT32,)
     return tuple(ComputeInFloat32(name_of(path), run.layers.get(path, "")) for path in created)
+
+
+def normalized(array: str) -> PrepareData:
+    """Returns the statement that brings each feature of an array to mean 0 and deviation 1."""
+    mean, deviation = f"{array}.mean(axis=0)", f"{array}.std(axis=0)"
+    return PrepareData(f"{array} = ({array} - {mean}) / ({deviation} + 1e-6)")
 
 
 def larger_scale(run: RunMetrics, exponent: float) -> SetArguments:
@@ -74,6 +80,8 @@ def learning_rate(run: RunMetrics) -> float | None:
 def smaller_learning_rate(run: RunMetrics) -> SetArguments:
     """Returns a rate smaller by the measured ratio of update to weights, at most a tenth."""
     ratio, factor = run.update_ratio[1], 0.1
+    if run.has_no_update:
+        ratio = run.estimated_update
     if ratio > 0 and math.isfinite(ratio):
         factor = min(factor, thresholds.TYPICAL_UPDATE / ratio)
     rate = learning_rate(run)

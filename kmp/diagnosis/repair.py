@@ -73,7 +73,9 @@ def may_diverge(run: RunMetrics, replay: Replay) -> bool:
     first, highest, _ = run.losses
     loss = min(highest, abs(replay.float32_loss or 0.0))
     has_risen = loss > thresholds.EXPLODING_LOSS * max(abs(first), thresholds.SMALL_LOSS)
-    return has_risen or run.update_ratio[1] > thresholds.DIVERGING_UPDATE
+    if has_risen or run.update_ratio[1] > thresholds.DIVERGING_UPDATE:
+        return True
+    return run.has_no_update and run.estimated_update > thresholds.DIVERGING_ESTIMATE
 
 
 def _cause_in_float16(run: RunMetrics) -> Cause | None:

@@ -252,6 +252,26 @@ class RunMetrics:
                 ratios.append((after.step, growth / steps))
         return max([*ratios, (0, 0.0)], key=itemgetter(1))
 
+    @property
+    def has_no_update(self) -> bool:
+        """Whether no update of the weights was measured."""
+        return self.update_ratio[1] == 0.0
+
+    @cached_property
+    def estimated_update(self) -> float:
+        """The norm of the next update relative to that of the weights; 0 if it is not known.
+
+        Of SGD, which multiplies gradients by the learning rate: from the last gradients in float32.
+        Momentum makes later ones larger.
+        """
+        rate = self.settings.get("learning_rate", 0.0)
+        is_known = self.settings.get("optimizer") == "SGD" and not self.settings.get("clips")
+        norms = [sample.weight_norm for sample in self.samples if sample.weight_norm > 0]
+        if not (is_known and norms and self.run.references):
+            return 0.0
+        ratio = rate * self.run.references[-1].total_norm / norms[-1]
+        return float(ratio) if math.isfinite(ratio) else 0.0
+
     @cached_property
     def flushed(self) -> dict[str, float]:
         """The share of each gradient that float16 flushed to zero in the last clean replay.

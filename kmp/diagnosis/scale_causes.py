@@ -11,6 +11,9 @@ from kmp.records import Replay
 from kmp.records.replay import LOSS_FUNCTION, NonfiniteOperation
 from kmp.utils.float_formats import FLOAT16
 
+# Operations of the backward pass: the slopes of roots and reciprocals, infinite at 0.
+SLOPES = ("SqrtGrad", "RsqrtGrad", "ReciprocalGrad", "InvGrad")
+
 
 @dataclass(frozen=True, kw_only=True)
 class NonfiniteGradients(Cause):
@@ -50,8 +53,12 @@ class BackwardOverflow(Cause):
         replay: The replay that shows it; `None` without one.
         origin: The path of the variable in which most overflows originated.
         origin_share: The share of these overflows.
-        is_any_scale: Whether it overflows at every scale, not only above the one in use.
+        lowest_scale: The lowest loss scale that overflowed; `None` if that is not known, because
+            the run goes on at a lower one.
         is_in_layer: Whether the location is the layer whose backward pass overflows.
+        slope: The operation of the backward pass that divides by a number that is 0 in float16;
+            `None` if the magnitudes overflow.
+        constant: The scalar operand that float16 rounded to that 0; `None` if it is not known.
     """
 
     stage = Stage.BACKWARD
@@ -60,8 +67,10 @@ class BackwardOverflow(Cause):
     replay: Replay | None
     origin: str
     origin_share: float
-    is_any_scale: bool
+    lowest_scale: float | None
     is_in_layer: bool
+    slope: NonfiniteOperation | None = None
+    constant: float | None = None
 
 
 def backward_overflow(run: RunMetrics) -> BackwardOverflow | NonfiniteForward | None:
@@ -76,7 +85,10 @@ def backward_overflow(run: RunMetrics) -> BackwardOverflow | NonfiniteForward | 
     operation = _hidden_in_forward(run, replay) if replay else None
     if replay and operation:
         return forward_causes.explained(run, operation, replay)
+    slope, constant = _infinite_slope(replay) if replay else (None, None)
     layer = _layer_of_backward(replay) if replay else ""
+    if slope:
+        layer = slope.layer
     return BackwardOverflow(
         name="backward_overflow",
         location=layer or origin,
@@ -84,9 +96,40 @@ def backward_overflow(run: RunMetrics) -> BackwardOverflow | NonfiniteForward | 
         replay=replay,
         origin=origin,
         origin_share=share,
-        is_any_scale=run.is_fixed or run.is_stuck,
+        lowest_scale=_lowest_scale(run),
         is_in_layer=bool(layer),
+        slope=slope,
+        constant=constant,
     )
+
+
+def _lowest_scale(run: RunMetrics) -> float | None:
+    """Returns the lowest loss scale that overflowed; `None` if the run goes on at a lower one."""
+    if run.is_fixed:
+        return run.scale
+    if not run.is_stuck:
+        return None
+    if run.scale <= run.min_scale:
+        return run.scale
+    # The scale of the next step has not been tried.
+    return run.scale / _factors(run)[1]
+
+
+def _infinite_slope(replay: Replay) -> tuple[NonfiniteOperation | None, float | None]:
+    """Returns the operation of the backward pass that divides by 0, and the constant that was lost.
+
+    The slope of a root is such a division.
+    """
+    lost = replay.overflow.lost_constants if replay.overflow else {}
+    for found in replay.operations:
+        if not found.is_backward or found.value != "inf":
+            continue
+        small = [value for value in lost.get(found.layer, []) if abs(value) < 1.0]
+        is_slope = found.operation in SLOPES
+        is_division = found.operation in DIVISIONS and found.smallest_input == 0.0
+        if is_division or (is_slope and small):
+            return found, small[0] if small else None
+    return None, None
 
 
 def _hidden_in_forward(run: RunMetrics, replay: Replay) -> NonfiniteOperation | None:

@@ -105,6 +105,14 @@ EXPLODING_UPDATE = 0.5  # with skipped steps or a loss that rose a hundredfold
 # in which it decides are below 0.25 or above 12. Kept, because layers in float32 do not repair a
 # divergence.
 DIVERGING_UPDATE = 1.0
+# Of the first update, as SGD's learning rate and the gradients in float32 estimate it. Not seen:
+# those of the runs are below 1.1, and of a program with inputs up to 3000 it is 4500. Kept, because
+# layers in float32 do not repair a divergence.
+DIVERGING_ESTIMATE = 10.0
+# Of an input, in a training that diverges: images of bytes end at 255, normalized inputs near 10.
+# Not seen: the inputs of the runs that diverge are normalized. Kept, because a smaller learning
+# rate does not cure inputs of so different sizes.
+LARGE_INPUT = 300.0
 
 # Losses.
 RISING_LOSS = 2.0  # times the first loss: noise of one batch stays below

@@ -98,10 +98,10 @@ class ScaleTooSmall(Cause):
         are_many_flushed = flushed_share > thresholds.MANY_FLUSHED
         if not (are_many_subnormal or are_many_flushed):
             return None
-        is_much = are_many_flushed or run.subnormal_share > thresholds.MOSTLY_SUBNORMAL
+        agrees = run.agrees_late and _are_compared(run, list(run.underflows))
         return cls(
             name="scale_too_small",
-            severity=INFO if run.agrees_late and not is_much else ERROR,
+            severity=INFO if agrees and not are_many_flushed else ERROR,
             location="loss_scale" if run.is_fixed else "initial_scale",
             edits=_larger_scale(run),
             are_many_subnormal=are_many_subnormal,
@@ -146,6 +146,12 @@ class WideRange(Cause):
 
 def _can_underflow(run: RunMetrics) -> bool:
     return run.is_float16 and bool(run.finite_samples) and not run.needs_float32_layers
+
+
+def _are_compared(run: RunMetrics, variables: list[str]) -> bool:
+    """Whether comparisons show what variables lose: gradients that nearly vanish are left out."""
+    compared = _compared_layers(run)
+    return all(layer_of(name) in compared for name in variables)
 
 
 def _compared_layers(run: RunMetrics) -> set[str]:

@@ -159,6 +159,10 @@ class Exploding(Cause):
         first_loss: The first loss.
         highest_loss: The highest loss.
         has_risen: Whether that loss is the sign.
+        is_estimated: Whether no update was made yet, and the learning rate and the gradients in
+            float32 give the ratio.
+        large_input: The inputs as Python source, if they are far from unit scale; may be empty.
+        largest_input: Their largest magnitude.
     """
 
     stage = Stage.WEIGHTS
@@ -169,11 +173,17 @@ class Exploding(Cause):
     first_loss: float
     highest_loss: float
     has_risen: bool
+    is_estimated: bool = False
+    large_input: str = ""
+    largest_input: float = 0.0
 
     @classmethod
     def of(cls, run: RunMetrics) -> "Exploding | None":
         """Returns the cause if the run has it."""
         step, ratio = run.update_ratio
+        is_estimated = run.has_no_update and run.estimated_update > thresholds.DIVERGING_ESTIMATE
+        if is_estimated:
+            step, ratio = run.last_step + 1, run.estimated_update
         first, highest, _ = run.losses
         is_large = ratio > thresholds.EXPLODING_UPDATE
         has_exploded = highest > _exploded_loss(run)
@@ -183,16 +193,33 @@ class Exploding(Cause):
         stays_high = has_exploded and (run.ends_nonfinite or _stays_high(run))
         if not (has_large_updates or stays_high or has_not_learned):
             return None
+        large_input, largest_input = _large_input(run)
+        change: Edit = edits.smaller_learning_rate(run)
+        if large_input:
+            change = edits.normalized(large_input)
         return cls(
             name="exploding",
-            edits=(edits.smaller_learning_rate(run),),
+            location=large_input,
+            edits=(change,),
             step=step,
             ratio=ratio,
             has_large_updates=is_large or has_not_learned,
             first_loss=first,
             highest_loss=highest,
             has_risen=has_exploded or has_not_learned,
+            is_estimated=is_estimated,
+            large_input=large_input,
+            largest_input=largest_input,
         )
+
+
+def _large_input(run: RunMetrics) -> tuple[str, float]:
+    """Returns inputs that are far from unit scale as Python source, and their largest magnitude."""
+    checks = [replay.batch for replay in run.replays]
+    worst = max(checks, key=lambda each: each.largest_input, default=None)
+    if worst is None or worst.largest_input <= thresholds.LARGE_INPUT:
+        return "", 0.0
+    return f"x{worst.largest_input_key}", worst.largest_input
 
 
 def _exploded_loss(run: RunMetrics) -> float:

@@ -106,6 +106,9 @@ class BatchCheck:
             in it.
         float16_states: The number of float16 variables that the training step assigns beside the
             weights.
+        largest_input: The largest finite magnitude among the inputs that are floats.
+        largest_input_key: The index of the tensor with it in inputs with several tensors, as
+            Python source: `"['area']"`.
     """
 
     nonfinite: NonfinitePart | None = None
@@ -114,6 +117,8 @@ class BatchCheck:
     nonfinite_variables: Texts = field(default_factory=list)
     lost_weights: Annotated[list[LostWeight], MOST_VARIABLES] = field(default_factory=list)
     float16_states: Count = 0
+    largest_input: Magnitude = 0.0
+    largest_input_key: Text = ""
 
 
 @dataclass(frozen=True)

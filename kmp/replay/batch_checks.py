@@ -29,12 +29,15 @@ def check_batch(passes: Passes) -> BatchCheck:
     """Returns what is wrong with inputs and weights, before any training step."""
     is_assigned = [each.is_assigned and each.dtype == tf.float16 for each in passes.restored]
     batch = passes.batch
+    largest_input, key = _largest_input(batch[0])
     return BatchCheck(
         nonfinite=nonfinite_part(batch),
         has_sample_weight=len(batch) > 2 and batch[2] is not None,
         nonfinite_variables=_nonfinite_variables(passes.variables)[:_MOST_NAMED],
         lost_weights=lost_weights(passes.model),
         float16_states=sum(is_assigned),
+        largest_input=largest_input,
+        largest_input_key=key,
     )
 
 
@@ -51,6 +54,21 @@ def nonfinite_part(batch: Sequence[Any]) -> NonfinitePart | None:
                 if _is_float(values) and not (np.abs(values) <= largest).all():
                     return NonfinitePart(name, key, bool(np.isfinite(values).all()))
     return None
+
+
+def _largest_input(x: Any) -> tuple[float, str]:
+    """Returns the largest finite magnitude among inputs that are floats, and the key of its tensor.
+
+    Of integers, which may be indices, there is none.
+    """
+    largest = 0.0, ""
+    for key, tensors in _by_key(x):
+        for values in map(np.asarray, keras.tree.flatten(tensors)):
+            if _is_float(values):
+                magnitudes = np.abs(values.astype(np.float32, copy=False))
+                amax = float(magnitudes.max(initial=0.0, where=np.isfinite(magnitudes)))
+                largest = max(largest, (amax, key))
+    return largest
 
 
 def _is_float(values: np.ndarray) -> bool:

@@ -202,7 +202,7 @@ def test_overflows_at_every_loss_scale_are_reported_with_their_origin():
         0
     ]
     assert finding.cause == "backward_overflow"
-    assert finding.title == "Gradients near net/a/kernel overflow at every loss scale."
+    assert finding.title == "Gradients near net/a/kernel overflow at loss scales down to 2^-14."
     assert "net/a/kernel was the overflow origin in 97%" in finding.evidence
     assert "down to a loss scale of 2^-14" in finding.evidence
     assert (finding.edits, finding.note.partition(":")[0]) == ((), "no batch was replayed")
