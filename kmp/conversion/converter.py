@@ -11,7 +11,7 @@ import keras
 from kmp.backend.keras_internals import compute_dtypes
 from kmp.conversion.cloning import clone_model
 from kmp.conversion.compile_state import transfer_compile_state
-from kmp.conversion.measurement import Statistics, measure_activations
+from kmp.conversion.measurement import InferencePasses, Statistics
 from kmp.conversion.model_parts import Part, check_built, check_not_float64, is_quantized, parts_of
 from kmp.conversion.op_rule import NEEDS_FLOAT32
 from kmp.conversion.plan import Plan, extend_plan, make_plan
@@ -174,7 +174,8 @@ def _convert_until_finite(
 
     Each time, the layers whose outputs overflowed become float32.
     """
-    reference = measure_activations(model, {part.path: part.operation for part in parts}, batch)
+    operations = {part.path: part.operation for part in parts}
+    reference = InferencePasses(model, operations, batch).in_float32()
     if "" in reference and not reference[""].is_finite:
         logger.warning(
             "With this batch the outputs of %r have NaN or Inf in float32 too.", model.name
@@ -182,7 +183,7 @@ def _convert_until_finite(
     planned_path = _planned_paths(parts)
     while True:
         converted, operations = clone_model(model, parts, plan)
-        candidate = measure_activations(converted, operations, batch)
+        candidate = InferencePasses(converted, operations, batch).in_own_precision()
         overflowed = [path for path in candidate if _overflows(path, reference, candidate)]
         additions = _additions(overflowed, reference, plan, planned_path)
         if not additions:

@@ -1,16 +1,13 @@
 """Statistics of the outputs of layers and operations on one batch, and the range of 16 bits."""
 
 import contextlib
-import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import keras
 import numpy as np
-from keras import ops
 
-from kmp.backend.keras_internals import instance_attribute
-from kmp.backend.state_rollback import state_restored
+from kmp.replay import Passes, PassResult, inference
 from kmp.utils import user_messages
 from kmp.utils.float_formats import FloatFormat
 
@@ -67,43 +64,57 @@ def _squared_norm(values: np.ndarray) -> float:
     return float(np.sum(np.square(values, dtype=np.float64)))
 
 
-def measure_activations(
-    model: keras.Model, operations: Mapping[str, keras.Operation], batch: Any
-) -> Statistics:
-    """Runs a model eagerly on a batch, in inference mode, and restores its state.
+class InferencePasses:
+    """Eager passes of a model over a batch, in inference mode, which change nothing of the model.
 
-    Returns:
-        The statistics of `operations` by path, and of the model as `""`, in the order in which the
-        calls finished.
+    They are those of a replay: the random numbers of both precisions are the same, products of
+    float32 do not use TF32, and a `tf.function` in a layer hides nothing.
+
+    Args:
+        model: The model.
+        operations: The layers and operations to measure, by path.
+        batch: An input of the model.
     """
-    recorded: dict[str, list[np.ndarray]] = {}
 
-    def recording(path: str, call: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(call)
-        def recording_call(*args: Any, **kwargs: Any) -> Any:
-            outputs = call(*args, **kwargs)
-            values = recorded.setdefault(path, [])
-            for output in keras.tree.flatten(outputs):
-                is_float = ops.is_tensor(output) and keras.backend.is_float_dtype(output.dtype)
-                if is_float and hasattr(output, "numpy"):  # not in a traced function
-                    values.append(np.asarray(ops.cast(output, "float32")))
-            return outputs
+    def __init__(
+        self, model: keras.Model, operations: Mapping[str, keras.Operation], batch: Any
+    ) -> None:
+        self._model = model
+        self._passes = Passes(
+            model,
+            batch,
+            inference(model),
+            variables={},
+            operations={**operations, "": model},
+            keeps_all_values=True,
+        )
 
-        return recording_call
+    def in_float32(self) -> Statistics:
+        """Returns the statistics in float32: see `in_own_precision`."""
+        with self._errors_of_batch():
+            return _statistics_of(self._passes.in_float32())
 
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(state_restored(model))
-        for path, operation in {**operations, "": model}.items():
-            stack.enter_context(
-                instance_attribute(operation, "call", recording(path, operation.call))
-            )
+    def in_own_precision(self) -> Statistics:
+        """Returns the statistics in the precision of the model.
+
+        They are those of `operations` by path, and of the model as `""`, in the order in which the
+        calls finished.
+        """
+        with self._errors_of_batch():
+            return _statistics_of(self._passes.in_own_precision())
+
+    @contextlib.contextmanager
+    def _errors_of_batch(self) -> Iterator[None]:
         try:
-            model(batch, training=False)
+            yield
         except Exception as error:  # Keras and TensorFlow raise many classes, with long messages
-            subject = (
-                f"{type(model).__name__} {model.name!r} (pass only the model's inputs, no targets)"
-            )
+            model = f"{type(self._model).__name__} {self._model.name!r}"
             raise ValueError(
-                f"`batch` does not fit {subject}: {user_messages.one_line(error)}"
+                f"`batch` does not fit {model} (pass only the model's inputs, no targets):"
+                f" {user_messages.one_line(error)}"
             ) from error
-    return {path: ActivationStatistics(values) for path, values in recorded.items() if values}
+
+
+def _statistics_of(result: PassResult) -> Statistics:
+    outputs = result.marks.outputs
+    return {path: ActivationStatistics(values) for path, values in outputs.items() if values}
