@@ -10,7 +10,11 @@ from kmp.backend.jit_support import jit_compilation
 from kmp.backend.keras_internals import compute_dtypes, is_keras_class, is_passthrough
 from kmp.conversion.audit_table import Audit, Row
 from kmp.conversion.cloning import clone_model
-from kmp.conversion.measurement import ActivationStatistics, InferencePasses
+from kmp.conversion.measurement import (
+    ActivationStatistics,
+    inference_passes,
+    statistics_of,
+)
 from kmp.conversion.model_parts import (
     Part,
     check_built,
@@ -102,11 +106,11 @@ def _with_statistics(
     """
     check_not_float64(model)
     operations = {part.path: part.operation for part in parts}
-    passes = InferencePasses(model, operations, batch)
-    reference = passes.in_float32()
+    passes = inference_passes(model, operations, batch)
+    reference = statistics_of(passes.in_float32())
     if not is_converted:
-        passes = InferencePasses(*clone_model(model, parts, plan), batch)
-    candidate = passes.in_own_precision()
+        passes = inference_passes(*clone_model(model, parts, plan), batch)
+    candidate = statistics_of(passes.in_own_precision())
     number_format = FORMATS_16_BIT[plan.compute_dtype]
     result: list[Row] = []
     for row in rows:

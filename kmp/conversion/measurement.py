@@ -1,13 +1,13 @@
 """Statistics of the outputs of layers and operations on one batch, and the range of 16 bits."""
 
-import contextlib
-from collections.abc import Iterator, Mapping
+import functools
+from collections.abc import Mapping
 from typing import Any
 
 import keras
 import numpy as np
 
-from kmp.replay import Passes, PassResult, inference
+from kmp.replay import Passes, PassResult, TrainStep
 from kmp.utils import user_messages
 from kmp.utils.float_formats import FloatFormat
 
@@ -64,57 +64,39 @@ def _squared_norm(values: np.ndarray) -> float:
     return float(np.sum(np.square(values, dtype=np.float64)))
 
 
-class InferencePasses:
-    """Eager passes of a model over a batch, in inference mode, which change nothing of the model.
-
-    They are those of a replay: the random numbers of both precisions are the same, products of
-    float32 do not use TF32, and a `tf.function` in a layer hides nothing.
-
-    Args:
-        model: The model.
-        operations: The layers and operations to measure, by path.
-        batch: An input of the model.
-    """
-
-    def __init__(
-        self, model: keras.Model, operations: Mapping[str, keras.Operation], batch: Any
-    ) -> None:
-        self._model = model
-        self._passes = Passes(
-            model,
-            batch,
-            inference(model),
-            variables={},
-            operations={**operations, "": model},
-            keeps_all_values=True,
-        )
-
-    def in_float32(self) -> Statistics:
-        """Returns the statistics in float32: see `in_own_precision`."""
-        with self._errors_of_batch():
-            return _statistics_of(self._passes.in_float32())
-
-    def in_own_precision(self) -> Statistics:
-        """Returns the statistics in the precision of the model.
-
-        They are those of `operations` by path, and of the model as `""`, in the order in which the
-        calls finished.
-        """
-        with self._errors_of_batch():
-            return _statistics_of(self._passes.in_own_precision())
-
-    @contextlib.contextmanager
-    def _errors_of_batch(self) -> Iterator[None]:
-        try:
-            yield
-        except Exception as error:  # Keras and TensorFlow raise many classes, with long messages
-            model = f"{type(self._model).__name__} {self._model.name!r}"
-            raise ValueError(
-                f"`batch` does not fit {model} (pass only the model's inputs, no targets):"
-                f" {user_messages.one_line(error)}"
-            ) from error
-
-
-def _statistics_of(result: PassResult) -> Statistics:
+def statistics_of(result: PassResult) -> Statistics:
+    """Returns the statistics of a pass with all values, in the order in which calls finished."""
     outputs = result.marks.outputs
     return {path: ActivationStatistics(values) for path, values in outputs.items() if values}
+
+
+def inference_passes(
+    model: keras.Model, operations: Mapping[str, keras.Operation], batch: Any
+) -> Passes:
+    """Returns passes of a model over a batch, in inference mode.
+
+    Args:
+        model: The model, which has the path `""` in the marks of a pass.
+        operations: The layers and operations to mark, by path.
+        batch: An input of the model. If it does not fit, a pass raises a `ValueError`.
+    """
+    return Passes(
+        model,
+        batch,
+        TrainStep(functools.partial(_outputs, model), optimizers=()),
+        variables={},
+        operations={**operations, "": model},
+        keeps_all_values=True,
+    )
+
+
+def _outputs(model: keras.Model, batch: Any) -> Any:
+    try:
+        return model(batch, training=False)
+    except Exception as error:  # Keras and TensorFlow raise many classes, with long messages
+        subject = (
+            f"{type(model).__name__} {model.name!r} (pass only the model's inputs, no targets)"
+        )
+        raise ValueError(
+            f"`batch` does not fit {subject}: {user_messages.one_line(error)}"
+        ) from error

@@ -28,7 +28,7 @@ from kmp.replay.batch_capture import is_ragged
 from kmp.replay.batch_checks import check_batch, invalid_binary_targets
 from kmp.replay.eager_pass import Passes, PassResult, as_array
 from kmp.replay.layer_marks import LayerMarks
-from kmp.replay.layer_search import find_float32_layers
+from kmp.replay.layer_search import computing_choices, find_float32_layers
 from kmp.replay.loss_scaling import unscaled_gradients
 from kmp.replay.precision_loss import Reference, gradient_errors, layer_errors, state_errors
 from kmp.utils.float_formats import FLOAT16, FLOAT32
@@ -241,7 +241,11 @@ class _BatchReplay:
         usable = found.gradients.usable_scale or 1.0
         factor = min(max(1.0, usable), self._context.loss_scale) * self._share
         search, _ = find_float32_layers(
-            self._searching, lambda result: result.is_finite, exact, factor
+            self._searching,
+            lambda result: result.is_finite,
+            exact,
+            computing_choices(self._passes.model),
+            factor=factor,
         )
         found = replace(found, overflow=overflow, search=search)
         # The loss of the training step was finite.
@@ -300,8 +304,9 @@ class _BatchReplay:
             self._searching,
             lambda result: _is_sound(result, reference),
             exact,
-            max(usable, self._passes.factor),
-            lost,
+            computing_choices(self._passes.model),
+            factor=max(usable, self._passes.factor),
+            suspects=lost,
         )
         found = replace(found, search=search)
         if watched:

@@ -40,7 +40,7 @@ class PassResult(NamedTuple):
 
     Attributes:
         loss: The loss, not multiplied by `factor`; the sum of all that the training step scales. Of
-            a forward pass, NaN if an output is not finite, else 0. NaN of inference.
+            a forward pass, NaN if an output is not finite, else 0. NaN of a step without a loss.
         gradients: The gradient of each variable by path, a tensor, `tf.IndexedSlices` or `None`.
         marks: The layers of the pass and the gradients of their outputs.
         nonfinite: The operations that returned NaN or Inf, if they were watched.
@@ -105,11 +105,6 @@ class TrainStep:
         return self.run is not None and self.is_custom
 
 
-def inference(model: keras.Model) -> TrainStep:
-    """Returns the forward pass as for inference: a step without a loss, whose data is the input."""
-    return TrainStep(functools.partial(model, training=False), optimizers=())
-
-
 @dataclass(frozen=True)
 class Passes:
     """Eager training steps over one batch, until the optimizers get the gradients.
@@ -131,6 +126,8 @@ class Passes:
         operations: The layers and operations to mark, by path; by default the model and all its
             layers.
         keeps_all_values: As in `LayerMarks`.
+        float32_operations: Layers, with their sublayers, and operations of the graph that compute
+            in float32 in all passes.
     """
 
     model: keras.Model
@@ -144,6 +141,7 @@ class Passes:
     states: Mapping[str, np.ndarray] = field(default_factory=dict)
     operations: Mapping[str, keras.Operation] | None = None
     keeps_all_values: bool = False
+    float32_operations: Sequence[keras.Operation] = ()
 
     @property
     def batch(self) -> tuple[Any, ...]:
@@ -174,7 +172,7 @@ class Passes:
 
     def in_own_precision(
         self,
-        float32_layers: Sequence[keras.Layer] = (),
+        float32_operations: Sequence[keras.Operation] = (),
         *,
         factor: float | None = None,
         watch: bool = False,
@@ -183,13 +181,13 @@ class Passes:
         """Runs a pass in the precision of the model.
 
         Args:
-            float32_layers: Layers that compute in float32 in it, with their sublayers.
+            float32_operations: What computes in float32 in it, in addition to those of the passes.
             factor: What to multiply the loss by instead of `self.factor`.
             watch: As in `in_float32`.
             reference: A pass in float32 to compare the outputs of the layers with: see
                 `LayerMarks.errors`.
         """
-        with computing_in_float32(float32_layers):
+        with computing_in_float32([*self.float32_operations, *float32_operations]):
             outputs = None if reference is None else reference.marks.outputs
             marks = LayerMarks(outputs, keeps_all_values=self.keeps_all_values)
             return self._run(marks, self.factor if factor is None else factor, watch)

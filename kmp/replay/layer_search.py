@@ -1,8 +1,10 @@
 """Searches the fewest layers that have to compute in float32 for a sound pass."""
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
+import keras
 import tensorflow as tf
 
 from kmp.backend.keras_internals import computing_layers, layers_in_16_bits
@@ -12,16 +14,45 @@ from kmp.replay.eager_pass import Passes, PassResult
 
 _MOST_LAYERS = 12
 # Of the user's code, where a layer computes in another dtype than the next one.
-_DTYPE_ERRORS = (ValueError, TypeError, tf.errors.InvalidArgumentError)
+DTYPE_ERRORS = (ValueError, TypeError, tf.errors.InvalidArgumentError)
 
 Chosen = tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Choices:
+    """What a search may choose from.
+
+    Args:
+        operations: The layers and operations of a graph by path, as in the marks of a pass.
+        last_resort: The paths of those to try when nothing else is enough.
+        most: How many to choose at most.
+        around: By the path of a layer or operation that is no choice, the path of the closest
+            choice that contains it.
+    """
+
+    operations: Mapping[str, keras.Operation]
+    last_resort: Sequence[str] = ()
+    most: int = _MOST_LAYERS
+    around: Mapping[str, str] = field(default_factory=dict)
+
+
+def computing_choices(model: keras.Model) -> Choices:
+    """Returns the layers of a model that compute something themselves."""
+    layers = computing_layers(model)
+    # A model that computes outside of its layers, if it is small.
+    is_small = len(layers_in_16_bits([model])) <= _MOST_LAYERS
+    models = [path for path, layer in layers.items() if layer is model]
+    return Choices(layers, last_resort=models if is_small else [])
 
 
 def find_float32_layers(
     passes: Passes,
     is_sound: Callable[[PassResult], bool],
     exact: PassResult,
-    factor: float,
+    choices: Choices,
+    *,
+    factor: float = 1.0,
     suspects: Sequence[str] = (),
 ) -> tuple[LayerSearch, PassResult | None]:
     """Returns layers with which a pass is sound if they compute in float32; and a watched pass.
@@ -29,15 +60,16 @@ def find_float32_layers(
     Args:
         passes: The passes.
         is_sound: Whether a pass in the precision of the model is sound.
-        exact: The pass in float32, with `new_errors`.
+        exact: The pass in float32; with `new_errors` if soundness is a matter of errors.
+        choices: What to choose from.
         factor: What to multiply the loss by.
-        suspects: The paths of layers to try first.
+        suspects: The paths of choices to try first.
 
     Returns:
         The search: none of its layers is needless if the time was enough to try. And the pass in
         the precision of the model, unless that took too long.
     """
-    search = _Search(passes, exact, factor, suspects)
+    search = _Search(passes, exact, choices, factor, suspects)
     try:
         result = search.run(())
     except TimeoutError:
@@ -51,23 +83,25 @@ def find_float32_layers(
 
 class _Search:
     def __init__(
-        self, passes: Passes, exact: PassResult, factor: float, suspects: Sequence[str]
+        self,
+        passes: Passes,
+        exact: PassResult,
+        choices: Choices,
+        factor: float,
+        suspects: Sequence[str],
     ) -> None:
         self._passes, self._exact, self._factor = passes, exact, factor
+        self._choices = choices
         self._suspects = suspects
-        self._layers = computing_layers(passes.model)
-        # A model that computes outside of its layers, if it is small, when nothing else is enough.
-        is_small = len(layers_in_16_bits([passes.model])) <= _MOST_LAYERS
-        models = [path for path, layer in self._layers.items() if layer is passes.model]
-        self._last_resort = models if is_small else []
-        self._parts = self._layers.keys() - set(models)
+        model = passes.model
+        self._parts = {path for path, each in choices.operations.items() if each is not model}
         self._failed: set[str] = set()
 
-    def run(self, chosen: Chosen) -> PassResult:
-        """Returns a watched pass with these layers in float32."""
-        layers = [self._layers[path] for path in chosen]
+    def run(self, chosen: Chosen, *, watch: bool = True) -> PassResult:
+        """Returns a pass with these layers in float32."""
+        operations = [self._choices.operations[path] for path in chosen]
         return self._passes.in_own_precision(
-            layers, factor=self._factor, watch=True, reference=self._exact
+            operations, factor=self._factor, watch=watch, reference=self._exact
         )
 
     def enough(self, result: PassResult, is_sound: Callable[[PassResult], bool]) -> Chosen | None:
@@ -84,17 +118,17 @@ class _Search:
 
     def without_needless(self, chosen: Chosen, is_sound: Callable[[PassResult], bool]) -> Chosen:
         """Returns the layers without those that turn out to be needless."""
-        with contextlib.suppress(TimeoutError, *_DTYPE_ERRORS):  # these are enough
+        with contextlib.suppress(TimeoutError, *DTYPE_ERRORS):  # these are enough
             for path in chosen:
                 rest = tuple(other for other in chosen if other != path)
-                if is_sound(self.run(rest)):
+                if is_sound(self.run(rest, watch=False)):
                     chosen = rest
         return chosen
 
     def _with_one_more(
         self, chosen: Chosen, result: PassResult
     ) -> tuple[Chosen, PassResult] | None:
-        if len(chosen) >= _MOST_LAYERS:
+        if len(chosen) >= self._choices.most:
             return None
         for path in self._to_try(chosen, result):
             if path in self._failed:
@@ -102,7 +136,7 @@ class _Search:
             try:
                 larger = (*chosen, path)
                 return larger, self.run(larger)
-            except _DTYPE_ERRORS:
+            except DTYPE_ERRORS:
                 self._failed.add(path)
         return None
 
@@ -112,20 +146,23 @@ class _Search:
         If a layer fails, one that contains it may not: the user's code may add its float32 result
         to float16.
         """
-        candidates = [*self._suspects, *_candidates(result, self._exact, self._parts)]
+        found = _candidates(result, self._exact, self._parts, self._choices.around)
+        candidates = [*self._suspects, *found]
         parents = [candidate.rpartition("/")[0] for candidate in candidates]
         for start in (*candidates, *parents):
             path = start
             while path in self._parts and path not in chosen:
                 yield path
                 path = path.rpartition("/")[0]
-        yield from (path for path in self._last_resort if path not in chosen)
+        yield from (path for path in self._choices.last_resort if path not in chosen)
 
 
-def _candidates(result: PassResult, exact: PassResult, parts: set[str]) -> Iterator[str]:
+def _candidates(
+    result: PassResult, exact: PassResult, parts: set[str], around: Mapping[str, str]
+) -> Iterator[str]:
     """Yields the layers that may have to compute in float32."""
     paths = [path for path in result.marks.called if path in parts]
-    yield from _near_nonfinite_operations(result, paths)
+    yield from _near_nonfinite_operations(result, paths, around)
     # What the loss does to the outputs, in their dtype, if these agree.
     if result.marks.output_error <= thresholds.HARMFUL_OUTPUT_ERROR:
         yield from paths[-1:]
@@ -133,7 +170,9 @@ def _candidates(result: PassResult, exact: PassResult, parts: set[str]) -> Itera
     yield from _where_errors_show(result, paths)
 
 
-def _near_nonfinite_operations(result: PassResult, paths: Sequence[str]) -> Iterator[str]:
+def _near_nonfinite_operations(
+    result: PassResult, paths: Sequence[str], around: Mapping[str, str]
+) -> Iterator[str]:
     """Yields the layers of operations with NaN or Inf, and their neighbors.
 
     An operation between two layers belongs to neither. It computes in the dtype of the layer that
@@ -143,7 +182,7 @@ def _near_nonfinite_operations(result: PassResult, paths: Sequence[str]) -> Iter
     called = list(result.marks.called)
     nonfinite = result.nonfinite
     for found, done in zip(nonfinite.found, nonfinite.layers_done, strict=True):
-        index = index_of.get(found.layer, len(paths))
+        index = index_of.get(around.get(found.layer, found.layer), len(paths))
         next_one = sum(path in index_of for path in called[:done])
         for at in (index, *_neighbors(found, index, next_one)):
             if 0 <= at < len(paths):
