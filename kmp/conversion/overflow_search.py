@@ -74,12 +74,13 @@ def _additions(
     if not overflowed:
         return {}
     choices = _choices(passes, plan, parts)
+    planned_path = _planned_paths(parts)
     amax = {path: found.amax for path, found in statistics_of(exact).items()}
     largest = FORMATS_16_BIT[plan.compute_dtype].max
-    sizes: dict[str, float] = {}  # of what overflowed, by choice
+    sizes: dict[str, float] = {}  # of what overflowed
     for path in overflowed:
-        choice = choices.around.get(path, path)
-        sizes[choice] = max(amax[path], sizes.get(choice, 0.0))
+        planned = planned_path[path]
+        sizes[planned] = max(amax[path], sizes.get(planned, 0.0))
     out_of_range = [
         path for path, size in sizes.items() if size > largest and path in choices.operations
     ]
@@ -91,11 +92,19 @@ def _additions(
     return reasons
 
 
+def _planned_paths(parts: list[Part]) -> dict[str, str]:
+    """Returns by path the closest path, of itself or a parent, whose policy a plan can set.
+
+    The model has the path "".
+    """
+    closest = {"": ""}
+    for part in parts:
+        closest[part.path] = part.path if part.is_planned else closest[part.parent_path]
+    return closest
+
+
 def _choices(passes: Passes, plan: Plan, parts: list[Part]) -> Choices:
     """Returns what a plan can add to its float32 layers and operations."""
-    around: dict[str, str] = {}
-    for part in parts:
-        around[part.path] = part.path if part.is_planned else around.get(part.parent_path, "")
     operations: Mapping[str, keras.Operation] = passes.operations or {}
     found: dict[str, keras.Operation] = {}
     for part in parts:
@@ -103,7 +112,7 @@ def _choices(passes: Passes, plan: Plan, parts: list[Part]) -> Choices:
         computes = not (part.is_layer and is_passthrough(part.operation))
         if part.is_planned and is_in_16_bits and computes:
             found[part.path] = operations[part.path]
-    return Choices(found, most=len(found), around=around)
+    return Choices(found, most=len(found))
 
 
 def _chosen(

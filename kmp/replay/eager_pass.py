@@ -1,4 +1,4 @@
-"""Eager training steps over a batch, which change nothing of the model."""
+"""Eager training steps over a batch, or its inference, which change nothing of the model."""
 
 import contextlib
 import functools
@@ -85,7 +85,7 @@ class TrainStep:
 
     Attributes:
         run: The step: Keras' own or that of the user, without what kmp adds to it. `None` for the
-            forward pass of a training step alone.
+            forward pass of a training step alone. Or the inference, which has no loss.
         optimizers: The optimizers whose updates it computes.
         is_custom: Whether it is one of the user's own.
     """

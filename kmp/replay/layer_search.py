@@ -2,7 +2,7 @@
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import keras
 import tensorflow as tf
@@ -27,14 +27,11 @@ class Choices:
         operations: The layers and operations of a graph by path, as in the marks of a pass.
         last_resort: The paths of those to try when nothing else is enough.
         most: How many to choose at most.
-        around: By the path of a layer or operation that is no choice, the path of the closest
-            choice that contains it.
     """
 
     operations: Mapping[str, keras.Operation]
     last_resort: Sequence[str] = ()
     most: int = _MOST_LAYERS
-    around: Mapping[str, str] = field(default_factory=dict)
 
 
 def computing_choices(model: keras.Model) -> Choices:
@@ -146,8 +143,7 @@ class _Search:
         If a layer fails, one that contains it may not: the user's code may add its float32 result
         to float16.
         """
-        found = _candidates(result, self._exact, self._parts, self._choices.around)
-        candidates = [*self._suspects, *found]
+        candidates = [*self._suspects, *_candidates(result, self._exact, self._parts)]
         parents = [candidate.rpartition("/")[0] for candidate in candidates]
         for start in (*candidates, *parents):
             path = start
@@ -157,12 +153,10 @@ class _Search:
         yield from (path for path in self._choices.last_resort if path not in chosen)
 
 
-def _candidates(
-    result: PassResult, exact: PassResult, parts: set[str], around: Mapping[str, str]
-) -> Iterator[str]:
+def _candidates(result: PassResult, exact: PassResult, parts: set[str]) -> Iterator[str]:
     """Yields the layers that may have to compute in float32."""
     paths = [path for path in result.marks.called if path in parts]
-    yield from _near_nonfinite_operations(result, paths, around)
+    yield from _near_nonfinite_operations(result, paths)
     # What the loss does to the outputs, in their dtype, if these agree.
     if result.marks.output_error <= thresholds.HARMFUL_OUTPUT_ERROR:
         yield from paths[-1:]
@@ -170,9 +164,7 @@ def _candidates(
     yield from _where_errors_show(result, paths)
 
 
-def _near_nonfinite_operations(
-    result: PassResult, paths: Sequence[str], around: Mapping[str, str]
-) -> Iterator[str]:
+def _near_nonfinite_operations(result: PassResult, paths: Sequence[str]) -> Iterator[str]:
     """Yields the layers of operations with NaN or Inf, and their neighbors.
 
     An operation between two layers belongs to neither. It computes in the dtype of the layer that
@@ -182,7 +174,7 @@ def _near_nonfinite_operations(
     called = list(result.marks.called)
     nonfinite = result.nonfinite
     for found, done in zip(nonfinite.found, nonfinite.layers_done, strict=True):
-        index = index_of.get(around.get(found.layer, found.layer), len(paths))
+        index = index_of.get(found.layer, len(paths))
         next_one = sum(path in index_of for path in called[:done])
         for at in (index, *_neighbors(found, index, next_one)):
             if 0 <= at < len(paths):
