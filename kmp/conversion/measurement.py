@@ -44,7 +44,8 @@ class ActivationStatistics:
     def relative_error(self, reference: "ActivationStatistics") -> float:
         """Returns the L2 norm of the difference divided by that of the reference.
 
-        NaN if the shapes differ.
+        NaN if the shapes differ. A replay judges by another error, which is relative to how outputs
+        vary between examples.
         """
         shapes = [value.shape for value in self.values]
         if shapes != [value.shape for value in reference.values]:

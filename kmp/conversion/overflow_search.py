@@ -108,10 +108,12 @@ def _choices(passes: Passes, plan: Plan, parts: list[Part]) -> Choices:
     operations: Mapping[str, keras.Operation] = passes.operations or {}
     found: dict[str, keras.Operation] = {}
     for part in parts:
-        is_in_16_bits = plan.policy_of(part.path) != FLOAT32.name
+        operation = operations.get(part.path)
+        if operation is None or not part.is_planned:  # without a clone, it is never called
+            continue
         computes = not (part.is_layer and is_passthrough(part.operation))
-        if part.is_planned and is_in_16_bits and computes:
-            found[part.path] = operations[part.path]
+        if computes and plan.policy_of(part.path) != FLOAT32.name:
+            found[part.path] = operation
     return Choices(found, most=len(found))
 
 
@@ -127,12 +129,13 @@ def _chosen(
     others = {path: each for path, each in choices.operations.items() if path not in out_of_range}
     try:
         with_first = replace(passes, float32_operations=first)
-        if is_sound(with_first.in_own_precision()):  # it takes a part of the time of a search
+        # A search would watch each operation, which takes a few times as long.
+        if is_sound(with_first.in_own_precision()):
             return list(out_of_range)
         search, _ = find_float32_layers(
             with_first, is_sound, exact, replace(choices, operations=others)
         )
         return [*out_of_range, *search.layers]
-    except DTYPE_ERRORS:  # not without a layer that contains one of them
+    except DTYPE_ERRORS:  # one of them needs the layer around it in float32 too
         search, _ = find_float32_layers(passes, is_sound, exact, choices, suspects=out_of_range)
         return search.layers
