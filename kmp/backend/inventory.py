@@ -11,7 +11,7 @@ class Reason(enum.Enum):
     IN_USE = "while an optimizer of kmp, or what was made under `kmp.enable`, is in use"
     CONVERSION = "while `kmp.convert` builds layers"
     STEP = "while a guarded training step is traced or runs eagerly"
-    REPLAY = "while a batch is replayed; acts in that thread only"
+    REPLAY = "while a replay, `kmp.audit` or `kmp.convert` passes a batch; acts in that thread only"
 
 
 @dataclass(frozen=True)

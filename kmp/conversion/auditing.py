@@ -10,7 +10,11 @@ from kmp.backend.jit_support import jit_compilation
 from kmp.backend.keras_internals import compute_dtypes, is_keras_class, is_passthrough
 from kmp.conversion.audit_table import Audit, Row
 from kmp.conversion.cloning import clone_model
-from kmp.conversion.measurement import ActivationStatistics, measure_activations
+from kmp.conversion.measurement import (
+    ActivationStatistics,
+    inference_passes,
+    statistics_of,
+)
 from kmp.conversion.model_parts import (
     Part,
     check_built,
@@ -35,8 +39,8 @@ def audit(model: keras.Model, batch: Any = None, policy: str = "mixed_float16") 
 
     With a batch, runs the model in float32 and as a mixed-precision candidate, and reports
     overflow, underflow and the relative error of each layer's output. The candidate of a float32
-    model is `kmp.convert(model, policy)`; a model that already computes in 16 bits is its own
-    candidate.
+    model is `kmp.convert(model, policy)`. A model that already computes in 16 bits is its own
+    candidate, and runs once more with all its layers in float32.
 
     A float32 model with custom classes is rebuilt, even without a batch, to find out whether
     `kmp.convert` can do so. This takes the time and memory of a conversion, and Keras numbers the
@@ -101,10 +105,12 @@ def _with_statistics(
     A converted model is its own candidate.
     """
     check_not_float64(model)
-    rebuilt, operations = clone_model(model, parts, None if is_converted else plan)
-    of_model = measure_activations(model, {part.path: part.operation for part in parts}, batch)
-    of_rebuilt = measure_activations(rebuilt, operations, batch)
-    reference, candidate = (of_rebuilt, of_model) if is_converted else (of_model, of_rebuilt)
+    operations = {part.path: part.operation for part in parts}
+    passes = inference_passes(model, operations, batch)
+    reference = statistics_of(passes.in_float32())
+    if not is_converted:
+        passes = inference_passes(*clone_model(model, parts, plan), batch)
+    candidate = statistics_of(passes.in_own_precision())
     number_format = FORMATS_16_BIT[plan.compute_dtype]
     result: list[Row] = []
     for row in rows:

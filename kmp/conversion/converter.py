@@ -11,11 +11,11 @@ import keras
 from kmp.backend.keras_internals import compute_dtypes
 from kmp.conversion.cloning import clone_model
 from kmp.conversion.compile_state import transfer_compile_state
-from kmp.conversion.measurement import Statistics, measure_activations
 from kmp.conversion.model_parts import Part, check_built, check_not_float64, is_quantized, parts_of
 from kmp.conversion.op_rule import NEEDS_FLOAT32
+from kmp.conversion.overflow_search import clone_without_overflow
 from kmp.conversion.plan import Plan, extend_plan, make_plan
-from kmp.utils.float_formats import DTYPES_16_BIT, FLOAT16, FORMATS_16_BIT
+from kmp.utils.float_formats import DTYPES_16_BIT, FLOAT16
 
 logger = logging.getLogger("kmp")
 
@@ -64,8 +64,8 @@ def convert(
             paths with `*` and `?`, a name if no path matches, a layer, a class, a function that
             takes a layer and returns whether it stays float32, or a list of these.
         batch: An input of the model, such as an array. Layers whose output overflows with it in 16
-            bits but not in float32 stay float32 too, until no output overflows; they are logged
-            under `"kmp"`.
+            bits but not in float32 stay float32 too, until no output overflows, or a layer next to
+            them or around them if that is what it takes; they are logged under `"kmp"`.
 
     Returns:
         The new model; `model` itself if it already computes in 16 bits or is quantized, which is
@@ -98,7 +98,7 @@ def convert(
     if batch is None:
         converted, _ = clone_model(model, parts, plan)
     else:
-        converted = _convert_until_finite(model, parts, plan, batch)
+        converted = clone_without_overflow(model, parts, plan, batch)
     transfer_compile_state(model, converted, scale_loss=plan.compute_dtype == FLOAT16.name)
     return converted
 
@@ -165,69 +165,3 @@ def _log_what_cannot_be_set(parts: list[Part], plan: Plan) -> None:
                 type(part.parent).__name__,
                 part.rule.reason,
             )
-
-
-def _convert_until_finite(
-    model: keras.Model, parts: list[Part], plan: Plan, batch: Any
-) -> keras.Model:
-    """Converts repeatedly until no output overflows only in 16 bits.
-
-    Each time, the layers whose outputs overflowed become float32.
-    """
-    reference = measure_activations(model, {part.path: part.operation for part in parts}, batch)
-    if "" in reference and not reference[""].is_finite:
-        logger.warning(
-            "With this batch the outputs of %r have NaN or Inf in float32 too.", model.name
-        )
-    planned_path = _planned_paths(parts)
-    while True:
-        converted, operations = clone_model(model, parts, plan)
-        candidate = measure_activations(converted, operations, batch)
-        overflowed = [path for path in candidate if _overflows(path, reference, candidate)]
-        additions = _additions(overflowed, reference, plan, planned_path)
-        if not additions:
-            break
-        for path, reason in additions.items():
-            logger.warning("%s stays float32: it %s.", path, reason)
-        plan = Plan(plan.policy, {**plan.float32, **additions})
-    if "" in overflowed:
-        logger.warning(
-            "With this batch the outputs of %r have NaN or Inf in %s.", model.name, plan.policy
-        )
-    return converted
-
-
-def _planned_paths(parts: list[Part]) -> dict[str, str]:
-    """Returns by path the closest path, of itself or a parent, whose policy a plan can set.
-
-    The model has the path "".
-    """
-    closest = {"": ""}
-    for part in parts:
-        closest[part.path] = part.path if part.is_planned else closest[part.parent_path]
-    return closest
-
-
-def _overflows(path: str, reference: Statistics, candidate: Statistics) -> bool:
-    """Whether the outputs at a path have NaN or Inf in 16 bits but not in float32."""
-    is_finite_in_float32 = path in reference and reference[path].is_finite
-    return is_finite_in_float32 and not candidate[path].is_finite
-
-
-def _additions(
-    overflowed: list[str], reference: Statistics, plan: Plan, planned_path: dict[str, str]
-) -> dict[str, str]:
-    """Returns what should become float32 next, with the reasons.
-
-    All whose float32 outputs exceed the range of 16 bits; if there are none, the first, as an
-    overflow inside it passes through the others.
-    """
-    settled = {"", *plan.float32}
-    candidates = [path for path in overflowed if planned_path[path] not in settled]
-    largest = FORMATS_16_BIT[plan.compute_dtype].max
-    out_of_range = [path for path in candidates if reference[path].amax > largest]
-    reasons: dict[str, str] = {}
-    for path in out_of_range or candidates[:1]:
-        amax = reference[path].amax
-        reasons[planned_path[path]] = f"overflowed with the batch: amax {amax:.3g} in float32"
-    return reasons

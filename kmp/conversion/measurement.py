@@ -1,16 +1,13 @@
 """Statistics of the outputs of layers and operations on one batch, and the range of 16 bits."""
 
-import contextlib
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import keras
 import numpy as np
-from keras import ops
 
-from kmp.backend.keras_internals import instance_attribute
-from kmp.backend.state_rollback import state_restored
+from kmp.replay import Passes, PassResult, TrainStep
 from kmp.utils import user_messages
 from kmp.utils.float_formats import FloatFormat
 
@@ -47,7 +44,8 @@ class ActivationStatistics:
     def relative_error(self, reference: "ActivationStatistics") -> float:
         """Returns the L2 norm of the difference divided by that of the reference.
 
-        NaN if the shapes differ.
+        NaN if the shapes differ. A replay judges by another error, which is relative to how outputs
+        vary between examples.
         """
         shapes = [value.shape for value in self.values]
         if shapes != [value.shape for value in reference.values]:
@@ -67,43 +65,39 @@ def _squared_norm(values: np.ndarray) -> float:
     return float(np.sum(np.square(values, dtype=np.float64)))
 
 
-def measure_activations(
+def statistics_of(result: PassResult) -> Statistics:
+    """Returns the statistics of a pass with all values, in the order in which calls finished."""
+    outputs = result.marks.outputs
+    return {path: ActivationStatistics(values) for path, values in outputs.items() if values}
+
+
+def inference_passes(
     model: keras.Model, operations: Mapping[str, keras.Operation], batch: Any
-) -> Statistics:
-    """Runs a model eagerly on a batch, in inference mode, and restores its state.
+) -> Passes:
+    """Returns passes of a model over a batch, in inference mode.
 
-    Returns:
-        The statistics of `operations` by path, and of the model as `""`, in the order in which the
-        calls finished.
+    Args:
+        model: The model, which has the path `""` in the marks of a pass.
+        operations: The layers and operations to mark, by path.
+        batch: An input of the model. If it does not fit, a pass raises a `ValueError`.
     """
-    recorded: dict[str, list[np.ndarray]] = {}
+    return Passes(
+        model,
+        batch,
+        TrainStep(functools.partial(_outputs, model), optimizers=()),
+        variables={},
+        operations={**operations, "": model},
+        keeps_all_values=True,
+    )
 
-    def recording(path: str, call: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(call)
-        def recording_call(*args: Any, **kwargs: Any) -> Any:
-            outputs = call(*args, **kwargs)
-            values = recorded.setdefault(path, [])
-            for output in keras.tree.flatten(outputs):
-                is_float = ops.is_tensor(output) and keras.backend.is_float_dtype(output.dtype)
-                if is_float and hasattr(output, "numpy"):  # not in a traced function
-                    values.append(np.asarray(ops.cast(output, "float32")))
-            return outputs
 
-        return recording_call
-
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(state_restored(model))
-        for path, operation in {**operations, "": model}.items():
-            stack.enter_context(
-                instance_attribute(operation, "call", recording(path, operation.call))
-            )
-        try:
-            model(batch, training=False)
-        except Exception as error:  # Keras and TensorFlow raise many classes, with long messages
-            subject = (
-                f"{type(model).__name__} {model.name!r} (pass only the model's inputs, no targets)"
-            )
-            raise ValueError(
-                f"`batch` does not fit {subject}: {user_messages.one_line(error)}"
-            ) from error
-    return {path: ActivationStatistics(values) for path, values in recorded.items() if values}
+def _outputs(model: keras.Model, batch: Any) -> Any:
+    try:
+        return model(batch, training=False)
+    except Exception as error:  # Keras and TensorFlow raise many classes, with long messages
+        subject = (
+            f"{type(model).__name__} {model.name!r} (pass only the model's inputs, no targets)"
+        )
+        raise ValueError(
+            f"`batch` does not fit {subject}: {user_messages.one_line(error)}"
+        ) from error

@@ -2,21 +2,26 @@
 
 from kmp.replay.batch_capture import MOST_EXAMPLES, BatchCapture, CapturedBatch, is_ragged
 from kmp.replay.batch_replay import Failure, StepContext, failing_part, replay_batch
-from kmp.replay.eager_pass import Passes, TrainStep
+from kmp.replay.eager_pass import Passes, PassResult, TrainStep
 from kmp.replay.failure_reasons import reason_of
+from kmp.replay.layer_search import DTYPE_ERRORS, Choices, find_float32_layers
 from kmp.replay.replay_attempts import ReplayAttempts
 from kmp.replay.tf32 import tensor_float_32
 
 __all__ = [
+    "DTYPE_ERRORS",
     "MOST_EXAMPLES",
     "BatchCapture",
     "CapturedBatch",
+    "Choices",
     "Failure",
+    "PassResult",
     "Passes",
     "ReplayAttempts",
     "StepContext",
     "TrainStep",
     "failing_part",
+    "find_float32_layers",
     "is_ragged",
     "reason_of",
     "replay_batch",

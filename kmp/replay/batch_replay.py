@@ -30,7 +30,7 @@ from kmp.replay.batch_capture import is_ragged
 from kmp.replay.batch_checks import check_batch, invalid_binary_targets, invalid_targets
 from kmp.replay.eager_pass import Passes, PassResult, as_array
 from kmp.replay.layer_marks import LayerMarks
-from kmp.replay.layer_search import find_float32_layers
+from kmp.replay.layer_search import computing_choices, find_float32_layers
 from kmp.replay.loss_scaling import unscaled_gradients
 from kmp.replay.precision_loss import Reference, gradient_errors, layer_errors, state_errors
 from kmp.utils.float_formats import FLOAT16, FLOAT32
@@ -254,7 +254,8 @@ class _BatchReplay:
             self._searching,
             lambda result: result.is_finite,
             exact,
-            factor,
+            computing_choices(self._passes.model),
+            factor=factor,
             new_errors=lambda: self._measured.new_errors,
         )
         found = replace(found, overflow=overflow, search=search)
@@ -320,8 +321,9 @@ class _BatchReplay:
             self._searching,
             lambda result: _is_sound(result, reference),
             exact,
-            max(usable, self._passes.factor),
-            lost,
+            computing_choices(self._passes.model),
+            factor=max(usable, self._passes.factor),
+            suspects=lost,
             new_errors=lambda: self._measured.new_errors,
         )
         found = replace(found, search=search)

@@ -1,4 +1,4 @@
-"""Eager training steps over a batch, which change nothing of the model."""
+"""Eager training steps over a batch, or its inference, which change nothing of the model."""
 
 import contextlib
 import functools
@@ -12,6 +12,7 @@ import numpy as np
 import tensorflow as tf
 
 from kmp.backend import keras_internals
+from kmp.backend.keras_internals import layers_by_path
 from kmp.backend.state_rollback import ResourceVariable, state_restored
 from kmp.backend.tensorflow_internals import (
     after_each_gradient,
@@ -19,7 +20,7 @@ from kmp.backend.tensorflow_internals import (
     functions_run_eagerly,
     without_tensor_float_32,
 )
-from kmp.backend.undo import Undos
+from kmp.backend.undo import Context, Undos
 from kmp.gradients.gradient_sampler import paths_of
 from kmp.gradients.tensor_statistics import gradient_statistics
 from kmp.records import GradientSample
@@ -39,7 +40,7 @@ class PassResult(NamedTuple):
 
     Attributes:
         loss: The loss, not multiplied by `factor`; the sum of all that the training step scales. Of
-            a forward pass, NaN if an output is not finite, else 0.
+            a forward pass, NaN if an output is not finite, else 0. NaN of a step without a loss.
         gradients: The gradient of each variable by path, a tensor, `tf.IndexedSlices` or `None`.
         marks: The layers of the pass and the gradients of their outputs.
         nonfinite: The operations that returned NaN or Inf, if they were watched.
@@ -84,7 +85,7 @@ class TrainStep:
 
     Attributes:
         run: The step: Keras' own or that of the user, without what kmp adds to it. `None` for the
-            forward pass alone.
+            forward pass of a training step alone. Or the inference, which has no loss.
         optimizers: The optimizers whose updates it computes.
         is_custom: Whether it is one of the user's own.
     """
@@ -122,6 +123,11 @@ class Passes:
         deadline: The time of `time.monotonic` after which a pass raises a `TimeoutError`.
         states: The values of weights that are not trainable, by path, where a pass begins with
             other ones.
+        operations: The layers and operations to mark, by path; by default the model and all its
+            layers.
+        keeps_all_values: As in `LayerMarks`.
+        float32_operations: Layers, with their sublayers, and operations of the graph that compute
+            in float32 in all passes.
     """
 
     model: keras.Model
@@ -133,6 +139,9 @@ class Passes:
     restored: Sequence[ResourceVariable] = ()
     deadline: float = math.inf
     states: Mapping[str, np.ndarray] = field(default_factory=dict)
+    operations: Mapping[str, keras.Operation] | None = None
+    keeps_all_values: bool = False
+    float32_operations: Sequence[keras.Operation] = ()
 
     @property
     def batch(self) -> tuple[Any, ...]:
@@ -158,11 +167,12 @@ class Passes:
         """
         with computing_in_float32([self.model]) as own_policies:
             measured = own_policies if measure else None
-            return self._run(LayerMarks(own_policies=measured), factor, watch)
+            marks = LayerMarks(own_policies=measured, keeps_all_values=self.keeps_all_values)
+            return self._run(marks, factor, watch)
 
     def in_own_precision(
         self,
-        float32_layers: Sequence[keras.Layer] = (),
+        float32_operations: Sequence[keras.Operation] = (),
         *,
         factor: float | None = None,
         watch: bool = False,
@@ -171,14 +181,15 @@ class Passes:
         """Runs a pass in the precision of the model.
 
         Args:
-            float32_layers: Layers that compute in float32 in it, with their sublayers.
+            float32_operations: What computes in float32 in it, in addition to those of the passes.
             factor: What to multiply the loss by instead of `self.factor`.
             watch: As in `in_float32`.
             reference: A pass in float32 to compare the outputs of the layers with: see
                 `LayerMarks.errors`.
         """
-        with computing_in_float32(float32_layers):
-            marks = LayerMarks(None if reference is None else reference.marks.outputs)
+        with computing_in_float32([*self.float32_operations, *float32_operations]):
+            outputs = None if reference is None else reference.marks.outputs
+            marks = LayerMarks(outputs, keeps_all_values=self.keeps_all_values)
             return self._run(marks, self.factor if factor is None else factor, watch)
 
     def compiled_outputs(self) -> Any:
@@ -190,7 +201,7 @@ class Passes:
         """
         model = self.model
         x = self.batch[0]
-        with state_restored(model, self.restored), LayerMarks().on(model, self.has_dropout):
+        with state_restored(model, self.restored), self._marked_by(LayerMarks()):
             forward = tf.function(
                 functools.partial(call_in_training, model),
                 autograph=False,
@@ -210,7 +221,7 @@ class Passes:
             instruments.enter(without_tensor_float_32())
             # A function that is traced here would be used in the training.
             instruments.enter(functions_run_eagerly())
-            instruments.enter(marks.on(model, self.has_dropout))
+            instruments.enter(self._marked_by(marks))
             instruments.enter(received.in_place_of_updates())
             # The backward pass ends in the first layers; what follows it belongs to none.
             instruments.enter(after_each_gradient(marks.position, marks.move_to))
@@ -233,6 +244,12 @@ class Passes:
             is_random=operations.is_random,
             states=states,
         )
+
+    def _marked_by(self, marks: LayerMarks) -> Context[None]:
+        model, operations = self.model, self.operations
+        if operations is None:
+            operations = {model.name: model, **layers_by_path(model)}
+        return marks.on(operations, self.has_dropout)
 
     def _begin_with_states(self, scope: keras.StatelessScope) -> None:
         for path, variable in float_states(self.model).items():

@@ -10,7 +10,7 @@ import numpy as np
 import tensorflow as tf
 
 from kmp.backend import keras_internals
-from kmp.backend.keras_internals import is_keras_class, is_passthrough, layers_by_path, sublayers
+from kmp.backend.keras_internals import is_keras_class, is_passthrough, sublayers
 from kmp.backend.tensorflow_internals import RandomNumbers
 from kmp.backend.thread_overrides import own_method
 from kmp.backend.undo import Undos
@@ -33,12 +33,14 @@ class LayerMarks:
     """Follows an eager forward and backward pass through the layers of a model.
 
     Each layer's outputs pass through an identity whose gradient function notes that the backward
-    pass has reached the layer.
+    pass has reached the layer. An operation of a functional graph, such as that of
+    `keras.ops.exp(x)`, is marked as a layer is.
 
     Args:
         reference: The outputs of a pass in float32, to compare with: `outputs` of its marks.
         own_policies: The policies that a pass in float32 replaces, by the `id` of the layer. If
             given, each layer also runs with its own policy on its float32 inputs.
+        keeps_all_values: Whether `outputs` has all values, not samples.
 
     Attributes:
         layer: The path of the layer whose operations run now, or `LOSS_FUNCTION` after the forward
@@ -50,7 +52,7 @@ class LayerMarks:
         in_16_bits: The paths of the layers with an output in 16 bits.
         computing_in_16_bits: The paths of the layers that compute in 16 bits by their policy.
         random_numbers: Those that the pass draws.
-        outputs: Samples of the outputs of each layer's calls, by path.
+        outputs: Samples of the outputs of each layer's calls, by path, in the order of `called`.
         errors: The largest relative error of each layer's outputs, by path, against `reference`:
             see `relative_error`.
         outermost: The paths of the layers that a training step itself calls: the model, or several.
@@ -60,6 +62,8 @@ class LayerMarks:
         self,
         reference: Mapping[str, Outputs] | None = None,
         own_policies: Mapping[int, keras.DTypePolicy] | None = None,
+        *,
+        keeps_all_values: bool = False,
     ) -> None:
         self.layer = LOSS_FUNCTION
         self.called: dict[str, None] = {}
@@ -74,22 +78,26 @@ class LayerMarks:
         self._reference = reference or {}
         self._new_errors = NewErrors(own_policies or {})
         self._measures = own_policies is not None
+        self._keeps_all_values = keeps_all_values
 
     @contextlib.contextmanager
-    def on(self, model: keras.Model, has_dropout: bool = True) -> Iterator[None]:
-        """Marks the layers of a model while the context is open.
+    def on(
+        self, operations: Mapping[str, keras.Operation], has_dropout: bool = True
+    ) -> Iterator[None]:
+        """Marks layers and operations while the context is open.
 
         Args:
-            model: The model.
+            operations: The layers of a model, with the model itself, and the operations of its
+                graph, by path.
             has_dropout: Whether layers that draw random numbers do so. Their numbers differ by
                 dtype.
         """
-        layers = {model.name: model, **layers_by_path(model)}
         with Undos() as undos, undos:
-            for path, layer in layers.items():
-                name = "quantized_call" if layer.quantization_mode else "call"
-                marking = functools.partial(self._marking, path, layer, has_dropout)
-                undos.enter(own_method(layer, name, marking))
+            for path, operation in operations.items():
+                is_quantized = getattr(operation, "quantization_mode", None)
+                name = "quantized_call" if is_quantized else "call"
+                marking = functools.partial(self._marking, path, operation, has_dropout)
+                undos.enter(own_method(operation, name, marking))
             yield
 
     @property
@@ -126,12 +134,12 @@ class LayerMarks:
         self.layer = layer
 
     def _marking(
-        self, path: str, layer: keras.Layer, has_dropout: bool, call: Callable[..., Any]
+        self, path: str, operation: keras.Operation, has_dropout: bool, call: Callable[..., Any]
     ) -> Callable[..., Any]:
-        """Returns the call of a layer with its marks."""
-        is_random = _is_random(layer)
+        """Returns the call of a layer or operation with its marks."""
+        is_random = _is_random(operation)
         is_quiet = is_random and not has_dropout
-        is_measured = self._measures and (is_quiet or not is_random) and not is_passthrough(layer)
+        is_measured = self._measures and _has_new_errors(operation) and (is_quiet or not is_random)
 
         @functools.wraps(call)
         def marked_call(*args: Any, **kwargs: Any) -> Any:
@@ -140,12 +148,12 @@ class LayerMarks:
             if self.is_measuring:
                 return call(*args, **kwargs)
             begin = self.random_numbers.position
-            with self._inside(path, layer):
+            with self._inside(path, operation):
                 outputs = call(*args, **kwargs)
-                values = samples_of(outputs)
+                values = samples_of(outputs, all_values=self._keeps_all_values)
                 self._compare(path, values)
                 if is_measured:
-                    own_call = LayerCall(layer, args, kwargs, begin)
+                    own_call = LayerCall(operation, args, kwargs, begin)
                     self._new_errors.measure(path, own_call, values, self.random_numbers)
                 marked = functools.partial(self._marked, path=path)
                 return keras.tree.map_structure(marked, outputs)
@@ -153,13 +161,13 @@ class LayerMarks:
         return marked_call
 
     @contextlib.contextmanager
-    def _inside(self, path: str, layer: keras.Layer) -> Iterator[None]:
-        """Marks the call of a layer."""
+    def _inside(self, path: str, operation: keras.Operation) -> Iterator[None]:
+        """Marks the call of a layer or operation."""
         outer = self.layer
         self.layer = path
         if outer == LOSS_FUNCTION:
             self.outermost[path] = None
-        if layer.compute_dtype in DTYPES_16_BIT:
+        if getattr(operation, "compute_dtype", None) in DTYPES_16_BIT:
             self.computing_in_16_bits.add(path)
         try:
             yield
@@ -207,8 +215,15 @@ class LayerMarks:
         return gradient
 
 
-def _is_random(layer: keras.Layer) -> bool:
+def _is_random(operation: keras.Operation) -> bool:
     """Whether a layer of Keras draws random numbers in training, such as those with dropout."""
-    if not is_keras_class(type(layer)) or isinstance(layer, keras.Model):
+    if not isinstance(operation, keras.Layer) or isinstance(operation, keras.Model):
         return False
-    return any(hasattr(inner, "seed_generator") for inner in sublayers(layer))
+    if not is_keras_class(type(operation)):
+        return False
+    return any(hasattr(inner, "seed_generator") for inner in sublayers(operation))
+
+
+def _has_new_errors(operation: keras.Operation) -> bool:
+    """Whether it is a layer that computes something itself, in a precision of its own."""
+    return isinstance(operation, keras.Layer) and not is_passthrough(operation)

@@ -2,7 +2,9 @@
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
+import keras
 import tensorflow as tf
 
 from kmp.backend.keras_internals import computing_layers, layers_in_16_bits
@@ -12,20 +14,45 @@ from kmp.replay.eager_pass import Passes, PassResult
 
 _MOST_LAYERS = 12
 # Of the user's code, where a layer computes in another dtype than the next one.
-_DTYPE_ERRORS = (ValueError, TypeError, tf.errors.InvalidArgumentError)
+DTYPE_ERRORS = (ValueError, TypeError, tf.errors.InvalidArgumentError)
 
 Chosen = tuple[str, ...]
 NewErrors = Callable[[], Mapping[str, float]]
+
+
+@dataclass(frozen=True)
+class Choices:
+    """What a search may choose from.
+
+    Args:
+        operations: The layers and operations of a graph by path, as in the marks of a pass.
+        last_resort: The paths of those to try when nothing else is enough.
+        most: How many to choose at most.
+    """
+
+    operations: Mapping[str, keras.Operation]
+    last_resort: Sequence[str] = ()
+    most: int = _MOST_LAYERS
+
+
+def computing_choices(model: keras.Model) -> Choices:
+    """Returns the layers of a model that compute something themselves."""
+    layers = computing_layers(model)
+    # A model that computes outside of its layers, if it is small.
+    is_small = len(layers_in_16_bits([model])) <= _MOST_LAYERS
+    models = [path for path, layer in layers.items() if layer is model]
+    return Choices(layers, last_resort=models if is_small else [])
 
 
 def find_float32_layers(
     passes: Passes,
     is_sound: Callable[[PassResult], bool],
     exact: PassResult,
-    factor: float,
-    suspects: Sequence[str] = (),
+    choices: Choices,
     *,
-    new_errors: NewErrors,
+    factor: float = 1.0,
+    suspects: Sequence[str] = (),
+    new_errors: NewErrors = dict,
 ) -> tuple[LayerSearch, PassResult | None]:
     """Returns layers with which a pass is sound if they compute in float32; and a watched pass.
 
@@ -33,15 +60,17 @@ def find_float32_layers(
         passes: The passes.
         is_sound: Whether a pass in the precision of the model is sound.
         exact: The pass in float32.
+        choices: What to choose from.
         factor: What to multiply the loss by.
-        suspects: The paths of layers to try first.
-        new_errors: Returns the error that each layer adds, by path; called if it is needed.
+        suspects: The paths of choices to try first.
+        new_errors: Returns the error that each layer adds, by path, if soundness is a matter of
+            errors; called if it is needed.
 
     Returns:
         The search: none of its layers is needless if the time was enough to try. And the pass in
         the precision of the model, unless that took too long.
     """
-    search = _Search(passes, exact, factor, suspects, new_errors)
+    search = _Search(passes, exact, choices, factor, suspects, new_errors)
     try:
         result = search.run(())
     except TimeoutError:
@@ -58,25 +87,23 @@ class _Search:
         self,
         passes: Passes,
         exact: PassResult,
+        choices: Choices,
         factor: float,
         suspects: Sequence[str],
         new_errors: NewErrors,
     ) -> None:
         self._passes, self._exact, self._factor = passes, exact, factor
+        self._choices = choices
         self._suspects, self._new_errors = suspects, new_errors
-        self._layers = computing_layers(passes.model)
-        # A model that computes outside of its layers, if it is small, when nothing else is enough.
-        is_small = len(layers_in_16_bits([passes.model])) <= _MOST_LAYERS
-        models = [path for path, layer in self._layers.items() if layer is passes.model]
-        self._last_resort = models if is_small else []
-        self._parts = self._layers.keys() - set(models)
+        model = passes.model
+        self._parts = {path for path, each in choices.operations.items() if each is not model}
         self._failed: set[str] = set()
 
-    def run(self, chosen: Chosen) -> PassResult:
-        """Returns a watched pass with these layers in float32."""
-        layers = [self._layers[path] for path in chosen]
+    def run(self, chosen: Chosen, *, watch: bool = True) -> PassResult:
+        """Returns a pass with these layers in float32."""
+        operations = [self._choices.operations[path] for path in chosen]
         return self._passes.in_own_precision(
-            layers, factor=self._factor, watch=True, reference=self._exact
+            operations, factor=self._factor, watch=watch, reference=self._exact
         )
 
     def enough(self, result: PassResult, is_sound: Callable[[PassResult], bool]) -> Chosen | None:
@@ -93,17 +120,17 @@ class _Search:
 
     def without_needless(self, chosen: Chosen, is_sound: Callable[[PassResult], bool]) -> Chosen:
         """Returns the layers without those that turn out to be needless."""
-        with contextlib.suppress(TimeoutError, *_DTYPE_ERRORS):  # these are enough
+        with contextlib.suppress(TimeoutError, *DTYPE_ERRORS):  # these are enough
             for path in chosen:
                 rest = tuple(other for other in chosen if other != path)
-                if is_sound(self.run(rest)):
+                if is_sound(self.run(rest, watch=False)):
                     chosen = rest
         return chosen
 
     def _with_one_more(
         self, chosen: Chosen, result: PassResult
     ) -> tuple[Chosen, PassResult] | None:
-        if len(chosen) >= _MOST_LAYERS:
+        if len(chosen) >= self._choices.most:
             return None
         for path in self._to_try(chosen, result):
             if path in self._failed:
@@ -111,7 +138,7 @@ class _Search:
             try:
                 larger = (*chosen, path)
                 return larger, self.run(larger)
-            except _DTYPE_ERRORS:
+            except DTYPE_ERRORS:
                 self._failed.add(path)
         return None
 
@@ -127,7 +154,7 @@ class _Search:
             yield from self._outwards(path, chosen)
         for path in tried:
             yield from self._outwards(_parent_of(path), chosen)
-        yield from (path for path in self._last_resort if path not in chosen)
+        yield from (path for path in self._choices.last_resort if path not in chosen)
 
     def _outwards(self, path: str, chosen: Chosen) -> Iterator[str]:
         while path in self._parts and path not in chosen:

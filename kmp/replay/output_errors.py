@@ -20,10 +20,10 @@ def is_eager_float(value: Any) -> bool:
     return bool(value.dtype.is_floating)
 
 
-def samples_of(outputs: Any) -> Outputs:
+def samples_of(outputs: Any, *, all_values: bool = False) -> Outputs:
     """Returns the floats of a layer's outputs as float32 arrays of shape `(examples, values)`.
 
-    Of large ones, a part of the values.
+    Of large ones, a part of the values, unless `all_values` is set.
     """
     found = []
     for output in keras.tree.flatten(outputs):
@@ -31,7 +31,7 @@ def samples_of(outputs: Any) -> Outputs:
             array = np.asarray(output)
             rows = len(array) if array.ndim else 1
             flat = array.reshape(rows, math.prod(array.shape[1:]))
-            stride = max(1, flat.size // _MOST_VALUES)
+            stride = 1 if all_values else max(1, flat.size // _MOST_VALUES)
             found.append(flat[:, ::stride].astype(np.float32))
     return found
 

@@ -5,6 +5,7 @@ import keras
 import models
 import numpy as np
 import pytest
+import tensorflow as tf
 from conftest import assert_equal, values
 from keras import layers
 from rich.console import Console
@@ -129,6 +130,68 @@ def test_batch_compares_a_mixed_precision_model_with_its_float32_version():
     assert "kmp.convert(kmp.to_float32(model), batch=...) keeps them float32." in summary
     repaired = kmp.convert(kmp.to_float32(mixed), batch=batch)
     assert repaired.get_layer("large").compute_dtype == "float32"
+
+
+class Noise(layers.Layer):
+    def call(self, inputs):
+        return inputs + tf.random.normal(tf.shape(inputs), dtype=inputs.dtype)
+
+
+class Traced(layers.Layer):
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.inner = layers.Dense(4, name="inner")
+
+    def call(self, inputs):
+        return tf.function(self.inner)(inputs)
+
+
+class AboveOne(layers.Layer):
+    def call(self, inputs):
+        return tf.boolean_mask(inputs, inputs > 1)
+
+    def compute_output_shape(self, shape):
+        return (None,)
+
+
+class WithoutConfig(keras.Model):
+    def __init__(self, units):
+        super().__init__()
+        self.first = layers.Dense(units, name="first")
+
+    def call(self, inputs):
+        return self.first(inputs)
+
+
+def test_random_numbers_of_a_layer_are_the_same_in_both_precisions():
+    hidden = layers.Dense(4), Noise(name="noise")
+    model = keras.Sequential([keras.Input((4,)), *hidden, layers.Dense(1)])
+    for each in (model, kmp.convert(model)):
+        assert 0 < rows_of(each, np.ones((8, 4), "float32"))["noise"].relative_error < 0.01
+
+
+def test_layer_in_a_function_of_tensorflow_is_measured():
+    model = keras.Sequential([keras.Input((4,)), Traced(name="traced"), layers.Dense(1)])
+    rows = rows_of(model, np.ones((8, 4), "float32"))
+    assert rows["traced/inner"].amax == rows["traced"].amax > 0
+
+
+def test_outputs_whose_number_depends_on_the_precision_have_no_relative_error():
+    inputs = keras.Input((1,))
+    hidden = layers.Dense(1, kernel_initializer="ones")(inputs)
+    model = keras.Model(inputs, layers.Activation("linear")(AboveOne(name="above")(hidden)))
+    row = rows_of(model, np.array([[2.0], [1 + 2**-12]], "float32"))["above"]  # rounded to 1
+    assert row.amax == 2.0
+    assert np.isnan(row.relative_error)
+
+
+def test_mixed_precision_model_that_no_config_rebuilds_is_compared_with_itself_in_float32():
+    with kmp.enable():
+        model = WithoutConfig(4)
+        model(np.ones((2, 4)))
+    row = rows_of(model, np.full((2, 4), 1 / 3, "float32"))["first"]
+    assert (row.compute_dtype, row.overflows) == ("float16", False)
+    assert 1e-5 < row.relative_error < 0.01
 
 
 def test_batch_compares_a_float32_model_with_the_candidate_under_any_global_policy():

@@ -42,3 +42,18 @@ def test_pass_leaves_the_methods_and_policies_of_the_model():
     assert [vars(owner).keys() for owner in owners] == [each.keys() for each in before]
     assert [layer.compute_dtype for layer in model.layers] == ["float16", "float16"]
     assert not tf.config.functions_run_eagerly()
+
+
+def test_operation_of_a_graph_is_marked_and_may_compute_in_float32():
+    inputs = keras.Input((4,))
+    hidden = keras.layers.Dense(4, kernel_initializer="identity")(inputs)
+    model = keras.Model(inputs, hidden * 1e6)
+    scale = model.operations[-1]
+    inference = TrainStep(functools.partial(model, training=False), optimizers=())
+    passes = Passes(model, X, inference, variables={}, operations={"scale": scale})
+    exact, own = passes.in_float32(), passes.in_own_precision()
+    assert (list(own.marks.nonfinite), list(exact.marks.nonfinite)) == (["scale"], [])
+    changed = passes.in_own_precision([scale], reference=exact)
+    assert list(changed.marks.nonfinite) == []
+    assert 0 < changed.marks.errors["scale"] < 0.01
+    assert "call" not in vars(scale)

@@ -1,29 +1,40 @@
-"""Layers that compute in float32 in a pass, whatever their policy is."""
+"""Layers and operations that compute in float32 in a pass, whatever their policy is."""
 
 import contextlib
-from collections.abc import Iterator, Sequence
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import keras
 
 from kmp.backend import keras_internals
 from kmp.backend.keras_internals import layers_in_16_bits, sublayers
-from kmp.backend.thread_overrides import dtype_policies_replaced, variable_dtype_replaced
+from kmp.backend.thread_overrides import (
+    dtype_policies_replaced,
+    own_method,
+    variable_dtype_replaced,
+)
 from kmp.backend.undo import Undos
 from kmp.utils.float_formats import DTYPES_16_BIT, FLOAT32
 
 
 @contextlib.contextmanager
-def computing_in_float32(layers: Sequence[keras.Layer]) -> Iterator[dict[int, keras.DTypePolicy]]:
-    """Makes layers and their sublayers compute in float32.
+def computing_in_float32(
+    operations: Sequence[keras.Operation],
+) -> Iterator[dict[int, keras.DTypePolicy]]:
+    """Makes layers, with their sublayers, and operations of a graph compute in float32.
 
     Yields the policies that are replaced, by the `id` of the layer.
     """
+    layers = [each for each in operations if isinstance(each, keras.Layer)]
+    others = [each for each in operations if not isinstance(each, keras.Layer)]
     found = layers_in_16_bits(layers)
     own_policies = {id(layer): layer.dtype_policy for layer in found}
     policies = [(layer, _in_float32(layer)) for layer in found]
     with (
         dtype_policies_replaced(policies),
         _states_in_float32(layers),
+        _arguments_in_float32(others),
     ):
         yield own_policies
 
@@ -65,3 +76,21 @@ def _states_in_float32(layers: Sequence[keras.Layer]) -> Iterator[None]:
             if state.dtype in DTYPES_16_BIT:
                 undos.enter(variable_dtype_replaced(state, FLOAT32.name))
         yield
+
+
+@contextlib.contextmanager
+def _arguments_in_float32(operations: Sequence[keras.Operation]) -> Iterator[None]:
+    """Casts the arguments of operations, which compute in the dtype of these."""
+    with Undos() as undos, undos:
+        for operation in operations:
+            undos.enter(own_method(operation, "call", _with_float32_arguments))
+        yield
+
+
+def _with_float32_arguments(call: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(call)
+    def float32_call(*args: Any, **kwargs: Any) -> Any:
+        args, kwargs = keras_internals.in_float32((args, kwargs))
+        return call(*args, **kwargs)
+
+    return float32_call
