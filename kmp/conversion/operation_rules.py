@@ -3,7 +3,8 @@
 The rules follow what Keras' code computes.
 """
 
-from collections.abc import Iterator
+import math
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +20,13 @@ from kmp.conversion.op_rule import (
     rules_of_constants,
 )
 from kmp.layers.float32 import Float32Operation
-from kmp.layers.float32_rules import TOO_FEW_BITS
+from kmp.layers.float32_rules import (
+    LARGEST_DEPTHWISE_KERNEL,
+    LARGEST_POOL,
+    LONG_SUM,
+    TOO_FEW_BITS,
+    longest_adaptive_window,
+)
 from kmp.utils.float_formats import FLOAT16
 
 _TORCH = "torch.amp's op reference"
@@ -38,6 +45,7 @@ class _Row:
         source: The source of their rule.
         reason: Why, in every 16-bit dtype; may be empty.
         float16: Why, in float16. bfloat16 has the range of float32, but too few bits.
+        is_for_bfloat16: Whether it applies in bfloat16 too.
     """
 
     operations: str
@@ -45,6 +53,7 @@ class _Row:
     source: str
     reason: str = ""
     float16: str = ""
+    is_for_bfloat16: bool = True
 
     def rule(self, dtype: str) -> OpRule:
         reason = self.reason
@@ -66,10 +75,17 @@ _RECIPROCAL = _Row(
     float16="reciprocals of values below 1.5e-5 overflow float16",
 )
 _ROUND_TO_DECIMALS = _Row(
-    "",  # `Round` without decimals is exact
+    "",
     NEEDS_FLOAT32,
     _KERAS,
     float16="it multiplies by a power of 10, which overflows float16",
+)
+_LONG_SUM = _Row(
+    "",
+    NEEDS_FLOAT32,
+    "TensorFlow's CPU kernels",
+    float16=LONG_SUM,
+    is_for_bfloat16=False,
 )
 _TABLE = (
     _POWER,
@@ -153,6 +169,51 @@ _TABLE = (
 _ROW_OF_OPERATION = {name: row for row in _TABLE for name in row.operations.split()}
 
 
+def _divides_by_its_input(operation: keras.Operation, call: Any) -> bool:
+    dividend = call.arguments.args[0] if call.arguments.args else None
+    return not isinstance(dividend, keras.KerasTensor)
+
+
+def _squares_its_input(operation: keras.Operation, call: Any) -> bool:
+    first, second = [*call.arguments.args, None, None][:2]
+    return first is second
+
+
+def _rounds_to_decimals(operation: Any, call: Any) -> bool:
+    return bool(operation.decimals)  # without decimals, it is exact
+
+
+def _averages_large_windows(operation: Any, call: Any) -> bool:
+    size, axes = operation.pool_size, len(call.input_tensors[0].shape) - 2
+    elements = size**axes if isinstance(size, int) else math.prod(size)
+    return elements > LARGEST_POOL
+
+
+def _averages_long_axes(operation: Any, call: Any) -> bool:
+    shape = call.input_tensors[0].shape
+    window = longest_adaptive_window(shape, operation.output_size, operation.data_format)
+    return window > LARGEST_POOL
+
+
+def _has_large_depthwise_kernel(operation: keras.Operation, call: Any) -> bool:
+    *window, _, _ = call.arguments.args[1].shape  # and its channels
+    return math.prod(window) > LARGEST_DEPTHWISE_KERNEL
+
+
+_Condition = Callable[[keras.Operation, Any], bool]
+# By operation: the rows that apply if a condition holds for one of its calls, before its own row.
+_CONDITIONS: dict[str, tuple[tuple[_Row, _Condition], ...]] = {
+    "Divide": ((_RECIPROCAL, _divides_by_its_input),),
+    "TrueDivide": ((_RECIPROCAL, _divides_by_its_input),),
+    "Multiply": ((_POWER, _squares_its_input),),
+    "Round": ((_ROUND_TO_DECIMALS, _rounds_to_decimals),),
+    "AveragePool": ((_LONG_SUM, _averages_large_windows),),
+    "AdaptiveAveragePool": ((_LONG_SUM, _averages_long_axes),),
+    "DepthwiseConv": ((_LONG_SUM, _has_large_depthwise_kernel),),
+    "SeparableConv": ((_LONG_SUM, _has_large_depthwise_kernel),),
+}
+
+
 def rules_of_operation(operation: keras.Operation, dtype: str) -> Iterator[OpRule]:
     """Yields the rules that match an operation of a graph; the first applies."""
     if isinstance(operation, Float32Operation):
@@ -160,29 +221,13 @@ def rules_of_operation(operation: keras.Operation, dtype: str) -> Iterator[OpRul
         yield OpRule(NEEDS_FLOAT32, reason, "kmp.layers")
     calls = keras_internals.calls_of(operation)
     name = type(operation).__name__
-    if any(_divides_by_its_input(name, call) for call in calls):
-        yield _RECIPROCAL.rule(dtype)
-    if any(_squares_its_input(name, call) for call in calls):
-        yield _POWER.rule(dtype)
-    if name == "Round" and vars(operation).get("decimals"):
-        yield _ROUND_TO_DECIMALS.rule(dtype)
+    for row, condition in _CONDITIONS.get(name, ()):
+        is_for_dtype = row.is_for_bfloat16 or dtype == FLOAT16.name
+        if is_for_dtype and any(condition(operation, call) for call in calls):
+            yield row.rule(dtype)
     yield from rules_of_constants(_constants_of(operation, calls), dtype)
-    row = _ROW_OF_OPERATION.get(name)
-    yield row.rule(dtype) if row else OpRule(FOLLOWS_INPUTS)
-
-
-def _divides_by_its_input(name: str, call: Any) -> bool:
-    if name not in ("Divide", "TrueDivide"):
-        return False
-    dividend = call.arguments.args[0] if call.arguments.args else None
-    return not isinstance(dividend, keras.KerasTensor)
-
-
-def _squares_its_input(name: str, call: Any) -> bool:
-    if name != "Multiply":
-        return False
-    first, second = [*call.arguments.args, None, None][:2]
-    return first is second
+    own_row = _ROW_OF_OPERATION.get(name)
+    yield own_row.rule(dtype) if own_row else OpRule(FOLLOWS_INPUTS)
 
 
 def _constants_of(operation: keras.Operation, calls: list[Any]) -> list[float]:
