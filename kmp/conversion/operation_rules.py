@@ -12,6 +12,7 @@ import keras
 import numpy as np
 
 from kmp.backend import keras_internals
+from kmp.conversion.einsum import EinsumKind, kind_of_einsum
 from kmp.conversion.op_rule import (
     FOLLOWS_INPUTS,
     NEEDS_FLOAT32,
@@ -80,6 +81,13 @@ _ROUND_TO_DECIMALS = _Row(
     _KERAS,
     float16="it multiplies by a power of 10, which overflows float16",
 )
+_SUM = _Row(
+    "Sum Nansum Nanmean Average Cumsum Nancumsum Prod Nanprod Cumprod Nancumprod Trace Trapezoid"
+    " SegmentSum SegmentProd Scatter Fold Bincount Vdot",
+    NEEDS_FLOAT32,
+    f"{_PAPER}, {_GRAPPLER}",
+    float16="long sums overflow float16 or lose small elements",
+)
 _LONG_SUM = _Row(
     "",
     NEEDS_FLOAT32,
@@ -103,13 +111,7 @@ _TABLE = (
         _TORCH,
         float16="logarithms amplify float16 rounding errors; values flushed to zero become -Inf",
     ),
-    _Row(
-        "Sum Nansum Nanmean Average Cumsum Nancumsum Prod Nanprod Cumprod Nancumprod Trace"
-        " Trapezoid SegmentSum SegmentProd Scatter Fold Bincount",
-        NEEDS_FLOAT32,
-        f"{_PAPER}, {_GRAPPLER}",
-        float16="long sums overflow float16 or lose small elements",
-    ),
+    _SUM,
     _Row(
         "Var Std Nanvar Nanstd Moments Corrcoef BatchNorm",
         NEEDS_FLOAT32,
@@ -149,7 +151,7 @@ _TABLE = (
         reason="a custom function, which kmp does not inspect",
     ),
     _Row(
-        "Matmul Einsum Dot Tensordot Inner Vdot Conv ConvTranspose DepthwiseConv SeparableConv",
+        "Matmul Einsum Dot Tensordot Inner Conv ConvTranspose DepthwiseConv SeparableConv",
         RUNS_IN_16_BITS,
         f"{_TORCH}, {_GRAPPLER}",
     ),
@@ -183,6 +185,16 @@ def _rounds_to_decimals(operation: Any, call: Any) -> bool:
     return bool(operation.decimals)  # without decimals, it is exact
 
 
+def _sums_by_einsum(operation: Any, call: Any) -> bool:
+    return kind_of_einsum(operation.subscripts) is EinsumKind.SUM
+
+
+def _is_dot_product(operation: keras.Operation, call: Any) -> bool:
+    """Whether it multiplies vectors, not matrices: Tensor Cores gain nothing."""
+    shape = call.output_tensors[0].shape
+    return shape == () or shape[-2:] == (1, 1)
+
+
 def _averages_large_windows(operation: Any, call: Any) -> bool:
     size, axes = operation.pool_size, len(call.input_tensors[0].shape) - 2
     elements = size**axes if isinstance(size, int) else math.prod(size)
@@ -207,6 +219,11 @@ _CONDITIONS: dict[str, tuple[tuple[_Row, _Condition], ...]] = {
     "TrueDivide": ((_RECIPROCAL, _divides_by_its_input),),
     "Multiply": ((_POWER, _squares_its_input),),
     "Round": ((_ROUND_TO_DECIMALS, _rounds_to_decimals),),
+    "Einsum": ((_SUM, _sums_by_einsum),),
+    "Matmul": ((_SUM, _is_dot_product),),
+    "Dot": ((_SUM, _is_dot_product),),
+    "Inner": ((_SUM, _is_dot_product),),
+    "Tensordot": ((_SUM, _is_dot_product),),
     "AveragePool": ((_LONG_SUM, _averages_large_windows),),
     "AdaptiveAveragePool": ((_LONG_SUM, _averages_long_axes),),
     "DepthwiseConv": ((_LONG_SUM, _has_large_depthwise_kernel),),

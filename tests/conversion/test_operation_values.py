@@ -19,9 +19,20 @@ def values(low, high, shape):
     return random.uniform(low, high, (4, *shape)).astype("float16").astype("float32")
 
 
+SMALL = partial(values, 0.1, 2.0, (8,))
+LOGITS = partial(values, -18.0, 18.0, (8,))
+NEGATIVE = partial(values, -18.0, -14.0, (8,))
 LARGE = partial(values, 300.0, 1000.0, (8,))
 STEPS = partial(values, 20.0, 40.0, (4096, 2))
 IMAGE = partial(values, 90.0, 110.0, (64, 64, 2))
+
+
+def halves(x):
+    return x[..., :4], x[..., 4:]
+
+
+def of_halves(function):
+    return lambda x: function(*halves(x))
 
 
 def with_kernel(function, *shape):
@@ -31,6 +42,11 @@ def with_kernel(function, *shape):
 
 def mean_of(function):
     return lambda x: function(x) / 4096.0
+
+
+def batch_dot(x):
+    first, second = halves(x)
+    return ops.matmul(first[:, None, :], second[:, :, None])
 
 
 SUMS = {
@@ -57,6 +73,40 @@ SUMS = {
     ),
     "mean": (STEPS, lambda x: ops.mean(x, axis=1)),
     "sum": (STEPS, mean_of(partial(ops.sum, axis=1))),
+    "einsum as sum": (STEPS, mean_of(lambda x: ops.einsum("btc->bc", x))),
+    "einsum as sum of an ellipsis": (STEPS, mean_of(lambda x: ops.einsum("bt...->b...", x))),
+    "einsum as implicit sum": (
+        partial(values, 200.0, 300.0, (64, 64)),
+        mean_of(lambda x: ops.einsum("bii", x)),
+    ),
+    "einsum as trace": (
+        partial(values, 500.0, 1000.0, (128, 128)),
+        mean_of(lambda x: ops.einsum("bii->b", x)),
+    ),
+    "einsum as sum of one of two": (
+        STEPS,
+        mean_of(lambda x: ops.einsum("btc,bd->bd", x, x[:, 0])),
+    ),
+    "einsum as dot product": (
+        LARGE,
+        of_halves(lambda a, b: ops.einsum("bi,bi->b", a, b)[:, None]),
+    ),
+    "einsum as sum of all squares": (
+        STEPS,
+        lambda x: ops.mean(x, axis=1) + ops.einsum("btc,btc->", x, x) / 1e6,
+    ),
+    "matmul as dot product": (LARGE, batch_dot),
+    "tensordot of all axes": (
+        LARGE,
+        of_halves(lambda a, b: a * 0 + ops.tensordot(a, b, axes=[[0, 1], [0, 1]]) / 1e3),
+    ),
+    "vdot": (LARGE, of_halves(lambda a, b: a * 0 + ops.vdot(a, b) / 1e3)),
+    "dot of vectors": (LARGE, lambda x: x * 0 + ops.dot(x[:, 0], x[:, 1]) / 1e3),
+    "inner of vectors": (LARGE, lambda x: x * 0 + ops.inner(x[:, 0], x[:, 1]) / 1e3),
+    "trace": (
+        partial(values, 500.0, 1000.0, (128, 128)),
+        mean_of(lambda x: ops.trace(x, axis1=1, axis2=2)[:, None]),
+    ),
     "norm": (LARGE, lambda x: ops.norm(x, axis=-1, keepdims=True)),
     "norm by sum of squares": (
         LARGE,
