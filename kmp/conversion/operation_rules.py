@@ -20,6 +20,7 @@ from kmp.conversion.op_rule import (
     OpRule,
     rules_of_constants,
 )
+from kmp.conversion.value_bounds import product_may_overflow
 from kmp.layers.float32 import Float32Operation
 from kmp.layers.float32_rules import (
     LARGEST_DEPTHWISE_KERNEL,
@@ -34,6 +35,9 @@ _TORCH = "torch.amp's op reference"
 _GRAPPLER = "TensorFlow's auto_mixed_precision_lists.h"
 _PAPER = "Micikevicius et al. 2018, section 3.3"
 _KERAS = "Keras' source"
+
+
+PRODUCT = "products of two large values overflow float16: 256 times 256 > 65504"
 
 
 @dataclass(frozen=True)
@@ -74,6 +78,20 @@ _RECIPROCAL = _Row(
     NEEDS_FLOAT32,
     _TORCH,
     float16="reciprocals of values below 1.5e-5 overflow float16",
+)
+_QUOTIENT = _Row(
+    "",
+    NEEDS_FLOAT32,
+    "IEEE 754 binary16",
+    float16="quotients of small divisors overflow float16",
+    is_for_bfloat16=False,
+)
+_PRODUCT = _Row(
+    "",
+    NEEDS_FLOAT32,
+    "IEEE 754 binary16",
+    float16=PRODUCT,
+    is_for_bfloat16=False,
 )
 _ROUND_TO_DECIMALS = _Row(
     "",
@@ -131,7 +149,7 @@ _TABLE = (
         float16="exp, sum and division: float16 flushes small probabilities to zero",
     ),
     _Row(
-        "Rsqrt Tan Arcsin Arccos Erfinv",
+        "Sqrt Rsqrt Tan Arcsin Arccos Arctanh Arccosh Erfinv",
         NEEDS_FLOAT32,
         _TORCH,
         float16="amplifies the float16 rounding errors of its input",
@@ -176,9 +194,23 @@ def _divides_by_its_input(operation: keras.Operation, call: Any) -> bool:
     return not isinstance(dividend, keras.KerasTensor)
 
 
+def _divides_by_a_tensor(operation: keras.Operation, call: Any) -> bool:
+    divisor = call.arguments.args[1]
+    return isinstance(divisor, keras.KerasTensor)
+
+
 def _squares_its_input(operation: keras.Operation, call: Any) -> bool:
     first, second = [*call.arguments.args, None, None][:2]
     return first is second
+
+
+def _multiplies_large_values(operation: keras.Operation, call: Any) -> bool:
+    return product_may_overflow(list(call.arguments.args))
+
+
+def _multiplies_large_values_by_einsum(operation: Any, call: Any) -> bool:
+    is_product = kind_of_einsum(operation.subscripts) is EinsumKind.PRODUCT
+    return is_product and _multiplies_large_values(operation, call)
 
 
 def _rounds_to_decimals(operation: Any, call: Any) -> bool:
@@ -215,11 +247,12 @@ def _has_large_depthwise_kernel(operation: keras.Operation, call: Any) -> bool:
 _Condition = Callable[[keras.Operation, Any], bool]
 # By operation: the rows that apply if a condition holds for one of its calls, before its own row.
 _CONDITIONS: dict[str, tuple[tuple[_Row, _Condition], ...]] = {
-    "Divide": ((_RECIPROCAL, _divides_by_its_input),),
-    "TrueDivide": ((_RECIPROCAL, _divides_by_its_input),),
-    "Multiply": ((_POWER, _squares_its_input),),
+    "Divide": ((_RECIPROCAL, _divides_by_its_input), (_QUOTIENT, _divides_by_a_tensor)),
+    "TrueDivide": ((_RECIPROCAL, _divides_by_its_input), (_QUOTIENT, _divides_by_a_tensor)),
+    "DivideNoNan": ((_RECIPROCAL, _divides_by_its_input), (_QUOTIENT, _divides_by_a_tensor)),
+    "Multiply": ((_POWER, _squares_its_input), (_PRODUCT, _multiplies_large_values)),
     "Round": ((_ROUND_TO_DECIMALS, _rounds_to_decimals),),
-    "Einsum": ((_SUM, _sums_by_einsum),),
+    "Einsum": ((_SUM, _sums_by_einsum), (_PRODUCT, _multiplies_large_values_by_einsum)),
     "Matmul": ((_SUM, _is_dot_product),),
     "Dot": ((_SUM, _is_dot_product),),
     "Inner": ((_SUM, _is_dot_product),),
