@@ -31,7 +31,7 @@ from kmp.layers.float32_rules import Moment, float32_rule
 from kmp.utils.float_formats import FLOAT16
 
 _KERAS = "Keras' source"
-_NOT_EXAMINED = "a custom layer: kmp does not examine its `call`"
+NOT_EXAMINED = "a custom layer: kmp does not examine its `call`"
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,7 @@ def _rule_of_other_layer(layer: keras.Layer) -> OpRule:
     module = str(getattr(inspect.unwrap(type(layer).call), "__module__", ""))
     if module.startswith(("keras.", "kmp.")):
         return OpRule(category)
-    return OpRule(category, _NOT_EXAMINED, "kmp")
+    return OpRule(category, NOT_EXAMINED, "kmp")
 
 
 def _rules_of_float_indices(layer: keras.Layer, dtype: str) -> Iterator[OpRule]:
