@@ -51,6 +51,20 @@ _INTERNALS = "kmp.backend.tensorflow_internals"
 _WORKERS = "`fit` fails under MultiWorkerMirroredStrategy with several workers"
 _NEEDED_BY_REPLAY = "What a replay needs by thread"
 
+# `keras.Layer.__init__` has run before these classes set what their reason depends on.
+_NEED_THEIR_ARGUMENTS = (
+    "AveragePooling1D",
+    "AveragePooling2D",
+    "AveragePooling3D",
+    "DepthwiseConv1D",
+    "DepthwiseConv2D",
+    "Dot",
+    "Masking",
+    "SeparableConv1D",
+    "SeparableConv2D",
+    "UpSampling2D",
+)
+
 PATCHES = (
     # While kmp is enabled.
     Patch(
@@ -102,7 +116,6 @@ PATCHES = (
         promise="layers that go wrong in 16 bits stay float32, and normalization is fused",
         link="No hook at the end of a layer's constructor",
     ),
-    # `keras.Layer.__init__` has run before these classes set what their reason depends on.
     *(
         Patch(
             owner=f"keras:layers.{layer}",
@@ -112,7 +125,7 @@ PATCHES = (
             promise=f"`{layer}` stays float32 with the arguments that go wrong in 16 bits",
             link="No hook at the end of a layer's constructor",
         )
-        for layer in ("Dot", "Masking", "UpSampling2D")
+        for layer in _NEED_THEIR_ARGUMENTS
     ),
     # While something exists that was made with kmp.
     Patch(

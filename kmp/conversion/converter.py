@@ -15,6 +15,7 @@ from kmp.conversion.model_parts import Part, check_built, check_not_float64, is_
 from kmp.conversion.op_rule import NEEDS_FLOAT32
 from kmp.conversion.overflow_search import clone_without_overflow
 from kmp.conversion.plan import Plan, extend_plan, make_plan
+from kmp.conversion.unknown_ranges import unknown_ranges
 from kmp.utils.float_formats import DTYPES_16_BIT, FLOAT16
 
 logger = logging.getLogger("kmp")
@@ -65,7 +66,8 @@ def convert(
             takes a layer and returns whether it stays float32, or a list of these.
         batch: An input of the model, such as an array. Layers whose output overflows with it in 16
             bits but not in float32 stay float32 too, until no output overflows, or a layer next to
-            them or around them if that is what it takes; they are logged under `"kmp"`.
+            them or around them if that is what it takes; they are logged under `"kmp"`. Without a
+            batch, what may overflow float16 by the range of the data is logged.
 
     Returns:
         The new model; `model` itself if it already computes in 16 bits or is quantized, which is
@@ -96,6 +98,7 @@ def convert(
     check_not_float64(model)
     _log_what_cannot_be_set(parts, plan)
     if batch is None:
+        _log_unknown_ranges(parts, plan)
         converted, _ = clone_model(model, parts, plan)
     else:
         converted = clone_without_overflow(model, parts, plan, batch)
@@ -165,3 +168,13 @@ def _log_what_cannot_be_set(parts: list[Part], plan: Plan) -> None:
                 type(part.parent).__name__,
                 part.rule.reason,
             )
+
+
+def _log_unknown_ranges(parts: list[Part], plan: Plan) -> None:
+    paths = unknown_ranges(parts, plan)
+    if paths:
+        logger.warning(
+            "Whether these overflow float16 depends on the data: %s. Pass `batch` to kmp.convert,"
+            " and those that overflow with it stay float32.",
+            paths,
+        )

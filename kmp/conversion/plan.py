@@ -13,6 +13,7 @@ from typing import Any
 import keras
 
 from kmp.backend import keras_internals
+from kmp.conversion.amplified import amplified_paths
 from kmp.conversion.model_parts import WRAPPERS, Part, output_operations
 from kmp.conversion.op_rule import FOLLOWS_INPUTS, NEEDS_FLOAT32
 from kmp.utils import atomic_files, validation
@@ -187,10 +188,12 @@ def make_plan(model: keras.Model, parts: list[Part], policy: str, keep_float32: 
     )
     float32: dict[str, str] = {}
     for part in planned:
-        reasons = (reason(part, facts) for reason in _REASONS)
+        reasons = (find(part, facts) for find in _REASONS)
         first = next(filter(None, reasons), "")
         if first:
             float32[part.path] = first
+    for path, reason in amplified_paths(planned):
+        float32.setdefault(path, reason)
     for path in _paths_with_float32_inputs(model, planned, float32):
         float32[path] = "all its inputs are float32"
     return _completed(replace(empty, float32=float32), parts)

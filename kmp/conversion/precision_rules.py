@@ -24,12 +24,14 @@ from kmp.conversion.op_rule import (
     OpRule,
     rules_of_constants,
 )
-from kmp.conversion.operation_rules import rules_of_operation
+from kmp.conversion.operation_rules import PRODUCT, rules_of_operation
+from kmp.conversion.value_bounds import product_may_overflow
 from kmp.enabling import exact_indices
 from kmp.layers.float32_rules import Moment, float32_rule
+from kmp.utils.float_formats import FLOAT16
 
 _KERAS = "Keras' source"
-_NOT_EXAMINED = "a custom layer: kmp does not examine its `call`"
+NOT_EXAMINED = "a custom layer: kmp does not examine its `call`"
 
 
 @dataclass(frozen=True)
@@ -85,6 +87,10 @@ def _rules_of_layer(layer: keras.Layer, policy: keras.DTypePolicy) -> Iterator[O
     if isinstance(epsilon, float) and not is_keras_class(type(layer)):
         yield from rules_of_constants([epsilon], dtype)
     yield from _rules_of_float_indices(layer, dtype)
+    if isinstance(layer, keras.layers.Multiply) and dtype == FLOAT16.name:
+        calls = keras_internals.calls_of(layer)
+        if any(product_may_overflow(call.input_tensors) for call in calls):
+            yield OpRule(NEEDS_FLOAT32, PRODUCT, "IEEE 754 binary16")
     for row in _IN_16_BITS:
         if isinstance(layer, tuple(getattr(keras.layers, name) for name in row.classes.split())):
             yield row.rule
@@ -99,7 +105,7 @@ def _rule_of_other_layer(layer: keras.Layer) -> OpRule:
     module = str(getattr(inspect.unwrap(type(layer).call), "__module__", ""))
     if module.startswith(("keras.", "kmp.")):
         return OpRule(category)
-    return OpRule(category, _NOT_EXAMINED, "kmp")
+    return OpRule(category, NOT_EXAMINED, "kmp")
 
 
 def _rules_of_float_indices(layer: keras.Layer, dtype: str) -> Iterator[OpRule]:

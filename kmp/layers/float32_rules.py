@@ -14,6 +14,7 @@ output layers, and what depends on an operation of `keras.ops`. See `kmp.convers
 
 import enum
 import inspect
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -21,10 +22,18 @@ from typing import Any
 import keras
 import numpy as np
 
-from kmp.backend.keras_internals import direct_sublayers
+from kmp.backend.keras_internals import calls_of, direct_sublayers
 from kmp.utils.float_formats import BFLOAT16, DTYPES_16_BIT, FLOAT16
 
 TOO_FEW_BITS = "bfloat16 has 8 significant bits, too few for this operation"
+
+# TensorFlow's CPU kernels add up the elements of a window in float16; cuDNN and XLA do so in
+# float32, as all kernels do for bfloat16. Relative errors on a CPU, of positive values, for windows
+# of 256, 1024 and 4096 elements: pooling 0.002, 0.006 and 0.83, depthwise convolution 0.002, 0.012
+# and 0.09. The sum of 256 elements is Inf if they exceed 255. A GPU pays for the cast of the input.
+LARGEST_POOL = 256
+LARGEST_DEPTHWISE_KERNEL = 1024
+LONG_SUM = "float16 sums over so many elements overflow or lose small ones on a CPU"
 
 _KERAS = "Keras' source"
 _HUB = "keras-hub's source"
@@ -32,6 +41,7 @@ _PAPER = "Micikevicius et al. 2018, section 3.3"
 _TORCH = "torch.amp's op reference"
 _GRAPPLER = "TensorFlow's auto_mixed_precision_lists.h"
 _GUIDE = "Keras' guide to mixed precision"
+_CPU_KERNELS = "TensorFlow's CPU kernels"
 
 
 class Moment(enum.Flag):
@@ -110,6 +120,32 @@ def _has_rounded_mask_value(layer: keras.Layer, policy: keras.DTypePolicy) -> bo
     return not np.array_equal(rounded.astype("float64"), exact)
 
 
+def _averages_large_windows(layer: keras.Layer, policy: keras.DTypePolicy) -> bool:
+    return math.prod(getattr(layer, "pool_size", ())) > LARGEST_POOL
+
+
+def _averages_long_axes(layer: keras.Layer, policy: keras.DTypePolicy) -> bool:
+    for call in calls_of(layer):
+        shape = call.input_tensors[0].shape
+        if longest_adaptive_window(shape, layer.output_size, layer.data_format) > LARGEST_POOL:
+            return True
+    return False
+
+
+def longest_adaptive_window(
+    shape: tuple[int | None, ...], output_size: tuple[int, ...], data_format: str | None
+) -> int:
+    """Returns how many elements adaptive average pooling adds up at most: it pools axis by axis."""
+    is_last = (data_format or keras.config.image_data_format()) == "channels_last"
+    axes = shape[1:-1] if is_last else shape[2:]
+    known = [(size, parts) for size, parts in zip(axes, output_size, strict=True) if size]
+    return max((math.ceil(size / parts) + 1 for size, parts in known), default=0)
+
+
+def _has_large_depthwise_kernel(layer: keras.Layer, policy: keras.DTypePolicy) -> bool:
+    return math.prod(getattr(layer, "kernel_size", ())) > LARGEST_DEPTHWISE_KERNEL
+
+
 def _has_activity_regularizer(layer: keras.Layer, policy: keras.DTypePolicy) -> bool:
     return layer.activity_regularizer is not None
 
@@ -178,6 +214,28 @@ RULES = (
     Float32Rule(
         classes=_of("keras", "GlobalAveragePooling1D"),
         float16="with a mask, its sum over all steps overflows float16",
+    ),
+    Float32Rule(
+        classes=_of("keras", "AveragePooling1D AveragePooling2D AveragePooling3D"),
+        condition=_averages_large_windows,
+        float16=LONG_SUM,
+        source=_CPU_KERNELS,
+    ),
+    Float32Rule(
+        classes=_of(
+            "keras", "AdaptiveAveragePooling1D AdaptiveAveragePooling2D AdaptiveAveragePooling3D"
+        ),
+        condition=_averages_long_axes,
+        float16=LONG_SUM,
+        source=_CPU_KERNELS,
+        moments=Moment.CONVERSION,
+        limit="a layer does not know the size of its inputs at its creation",
+    ),
+    Float32Rule(
+        classes=_of("keras", "DepthwiseConv1D DepthwiseConv2D SeparableConv1D SeparableConv2D"),
+        condition=_has_large_depthwise_kernel,
+        float16=LONG_SUM,
+        source=_CPU_KERNELS,
     ),
     Float32Rule(
         classes=_of("keras", "Masking"),

@@ -143,6 +143,54 @@ def test_model_of_two_replicas_stays_mirrored(two_replicas):
     )
 
 
+class Doubling(layers.Layer):
+    def call(self, inputs):
+        return inputs * 2.0
+
+
+def products(x):
+    """Each of these is in range or not by the data."""
+    gated = layers.Multiply(name="swiglu")([layers.Dense(8, "silu")(x), layers.Dense(8)(x)])
+    scores = ops.matmul(x, ops.transpose(gated))
+    return ops.matmul(scores, x * 1000.0)
+
+
+def safe_operations(x):
+    """Gates, products with weights and small factors, a mean, and what is in float32."""
+    gated = layers.Dense(8, "sigmoid")(x) * layers.Dense(8, "relu")(x)
+    gated = ops.matmul(gated, np.eye(8, dtype="float32"))
+    gated = gated * 2.0 + ops.mean(x, axis=-1, keepdims=True)
+    return gated + ops.exp(x) * x
+
+
+@pytest.mark.parametrize(
+    ("function", "named"),
+    [
+        (products, "swiglu, matmul, multiply, matmul_1"),
+        (safe_operations, ""),
+        (Doubling(name="custom"), "custom"),
+    ],
+    ids=["products", "safe", "custom layer"],
+)
+def test_conversion_without_a_batch_names_what_may_overflow_by_the_range_of_the_data(
+    function, named, caplog
+):
+    keras.utils.clear_session()
+    inputs = keras.Input((8,))
+    hidden = layers.Dense(8, name="first")(inputs)
+    outputs = layers.Dense(8, name="last")(function(hidden))
+    model = keras.Model(inputs, outputs)
+    with caplog.at_level(logging.WARNING, "kmp"):
+        kmp.convert(model)
+    text = f"Whether these overflow float16 depends on the data: {named}. Pass `batch`"
+    assert [record.getMessage()[: len(text)] for record in caplog.records] == [text] * bool(named)
+    caplog.clear()
+    with caplog.at_level(logging.WARNING, "kmp"):
+        kmp.convert(model, "mixed_bfloat16")
+        kmp.convert(model, batch=np.ones((2, 8), "float32"))
+    assert "depends on the data" not in caplog.text
+
+
 @pytest.mark.parametrize(
     ("convert", "dtypes", "normalization"),
     [

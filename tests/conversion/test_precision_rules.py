@@ -156,7 +156,14 @@ def test_layers_have_the_category_of_their_source(layer, category):
         *each(NEEDS_FLOAT32, lambda x: ops.associative_scan(lambda a, b: a + b, x)),
         *each(NEEDS_FLOAT32, lambda x: ops.fori_loop(0, 3, lambda i, value: value * value, x)),
         *each(NEEDS_FLOAT32, lambda x: ops.switch(0, [lambda value: value * value], x)),
-        *each(RUNS_IN_16_BITS, lambda x: ops.matmul(x, ops.transpose(x))),
+        *each(
+            RUNS_IN_16_BITS,
+            lambda x: ops.matmul(x, ops.transpose(x)),
+            lambda x: ops.einsum("bi,ij->bj", x, np.eye(4)),
+            lambda x: ops.einsum("...i,i", x, np.ones(4)),
+            lambda x: ops.einsum("bi->ib", x),
+            lambda x: ops.tensordot(x, np.eye(4), axes=1),
+        ),
         *each(FOLLOWS_INPUTS, ops.softplus, ops.round, ops.relu, lambda x: ops.mean(x, axis=-1)),
         *each(FOLLOWS_INPUTS, lambda x: ops.segment_max(x, np.zeros(2, "int32"), num_segments=1)),
         *each(

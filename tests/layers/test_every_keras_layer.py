@@ -30,6 +30,7 @@ VECTORS, SEQUENCE, IMAGES, VOLUME = (
     floats(2, 8, 8, 3),
     floats(2, 4, 4, 4, 3),
 )
+LARGE = 100 + floats(1, 32, 32, 1)
 STATE, TOKENS, MANY = (
     VECTORS[:, :3],
     random.integers(0, 10, (3, 5)).astype("int32"),
@@ -129,6 +130,14 @@ CASES = {
     "AdditiveAttention": [case([SEQUENCE, SEQUENCE], call=MASKED_TWICE)],
     "Attention": [case([SEQUENCE, SEQUENCE], call=MASKED_TWICE)],
     "AugMix": [images(num_chains=1, seed=1)],
+    "AveragePooling1D": [
+        case(SEQUENCE, pool_size=2, padding="same"),
+        case(LARGE.reshape(1, 1024, 1), "large", pool_size=1024),
+    ],
+    "AveragePooling2D": [
+        case(IMAGES, pool_size=2, padding="same"),
+        case(LARGE, "large", pool_size=32),
+    ],
     "BatchNormalization": [case(), case(IMAGES, "training", call=TRAINING)],
     "Bidirectional": [case(SEQUENCE, layer=partial(layers.LSTM, 3))],
     "CategoryEncoding": [raw(TOKENS, num_tokens=10)],
