@@ -1,4 +1,5 @@
 import functools
+import logging
 import re
 
 import keras

@@ -76,6 +76,7 @@ def test_batch_whose_rows_do_not_stand_alone_is_replayed_as_a_whole(mode):
 
 def test_layer_that_overflows_in_a_full_batch_graph_network_is_repaired():
     model = graph_model(Cube(name="cube"), jit_compile=False)
+    model.compile(kmp.wrap("adam"), "mse", jit_compile=False)  # SGD would diverge
     callbacks = defaults(repair=True)
     with pytest.warns(UserWarning, match="cube.* to float32, and the training continues"):
         fit_graph(model, callbacks, scale=60.0, epochs=30)
