@@ -79,7 +79,7 @@ class Recorder:
         if self.sampling:
             self.selected_variables()  # raises for a bad pattern before anything is prepared
             is_new = self.sampling.prepare()
-        self.run.header = header(self._model, self._optimizer)
+        self._set_header()
         return is_new
 
     def start(self) -> None:
@@ -191,12 +191,20 @@ class Recorder:
     def add(self, record: Row) -> None:
         """Adds a record to `run` and the log; without a `step`, that of the last read step."""
         if self.has_trained and "layers" not in self.run.settings:  # built by the first step
-            self.run.header = header(self._model, self._optimizer, has_trained=True)
+            self._set_header()
         self.open_log()
         self.run.append({"step": self.previous.step} | record)
         self._size += record_size(record)
         if self._writer:
             self._size += self._writer.write(self.run)
+
+    def _set_header(self) -> None:
+        self.run.header = header(
+            self._model,
+            self._optimizer,
+            replay=self._settings.replay,
+            has_trained=self.has_trained,
+        )
 
     def end_epoch(self, epoch: int, logs: Logs) -> None:
         """Records the metrics of an epoch."""

@@ -7,6 +7,8 @@ import keras
 import numpy as np
 
 from kmp.advice import advise
+from kmp.advice.missing_replays import how_to_find_layer
+from kmp.diagnosis import RunMetrics
 from kmp.optimizer import LossScaleOptimizer
 from kmp.records import Run, Snapshot
 from kmp.utils import user_messages
@@ -86,7 +88,7 @@ class StuckDetector:
     def message(self, streak: "Streak", run: Run) -> str:
         """Returns what the training is stuck in, the cause and what to try."""
         problems = advise(run).problems
-        cause = problems[0] if problems else _counts_alone(streak.now)
+        cause = problems[0] if problems else _counts_alone(streak.now, run)
         text = f"{streak}\nCause: {cause}"
         if streak.now.overflows_in_a_row:  # else a later step has changed the weights
             text += f"\n{_weights_of(self._model)}"
@@ -122,14 +124,14 @@ def report(message: str, on_stuck: str) -> None:
         user_messages.warn(message)
 
 
-def _counts_alone(now: Snapshot) -> str:
+def _counts_alone(now: Snapshot, run: Run) -> str:
     origin = now.overflow_origin
     cause = f"gradients overflow, and the overflow starts nearest to the loss at {origin}"
     if now.nonfinite_losses_in_a_row:
         cause = "the loss was NaN or Inf before it was scaled, so no loss scale helps"
     return (
-        f"{cause}. A replay of such a batch (replay=True) names the layer. Where the loss scale was"
-        " still falling, a higher patience or a lower initial_scale lets it fall."
+        f"{cause}. To find the layer: {how_to_find_layer(RunMetrics(run))}. Where the loss scale"
+        " was still falling, a higher patience or a lower initial_scale lets it fall."
     )
 
 

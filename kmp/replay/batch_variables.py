@@ -15,6 +15,8 @@ _MOST_BYTES = 2**26  # of the captured examples; but at least two examples
 _GOLDEN_RATIO = 0.618034
 
 Tensors = Sequence[tf.Tensor | tf.TensorSpec]
+_DENSE = (tf.Tensor, tf.TensorSpec)
+_COMPOSITES = (tf.SparseTensor, tf.SparseTensorSpec, tf.RaggedTensor, tf.RaggedTensorSpec)
 
 
 class StepInfo(NamedTuple):
@@ -144,8 +146,13 @@ def variable_specs(
         tensors: The tensors of a batch.
         is_xla: Whether XLA compiles the step.
         whole_rows: The rows of whole batches under XLA, instead of those of the examples.
+
+    Raises:
+        TypeError: If a tensor is sparse or ragged, or has another dtype than numbers and booleans.
     """
-    if not tensors or not all(_is_capturable(tensor, is_xla) for tensor in tensors):
+    for tensor in tensors:
+        _check_type(tensor)
+    if not tensors or not all(_has_known_shape(tensor, is_xla) for tensor in tensors):
         return None
     if not is_xla:
         return _specs(tensors, None)
@@ -167,13 +174,22 @@ def is_small(specs: Sequence[tuple[tf.DType, tf.TensorShape]], rows: int) -> boo
     return rows * sum(bytes_of_row) <= _MOST_BYTES
 
 
-def _is_capturable(tensor: Any, is_xla: bool) -> bool:
-    if not isinstance(tensor, tf.Tensor | tf.TensorSpec) or not tensor.shape.rank:
-        return False
-    if is_xla and None in tensor.shape[1:]:
-        return False
-    dtype = tensor.dtype
+def _check_type(tensor: Any) -> None:
+    if isinstance(tensor, _COMPOSITES):
+        raise TypeError(f"it has a {type(tensor).__name__.removesuffix('Spec')}")
+    if isinstance(tensor, _DENSE) and not _is_of_numbers(tensor.dtype):
+        raise TypeError(f"it has a tensor of {tensor.dtype.name}")
+
+
+def _is_of_numbers(dtype: tf.DType) -> bool:
     return bool(dtype.is_floating or dtype.is_integer or dtype.is_bool)
+
+
+def _has_known_shape(tensor: Any, is_xla: bool) -> bool:
+    """Whether variables for examples of such a tensor can be created; not of `None`."""
+    if not isinstance(tensor, _DENSE) or not tensor.shape.rank:
+        return False
+    return not is_xla or None not in tensor.shape[1:]
 
 
 def _variable(dtype: tf.DType, shape: tf.TensorShape, is_reference: bool = False) -> tf.Variable:
