@@ -89,7 +89,8 @@ class Repairer:
         repaired = Repaired.of(metrics)
         assert repaired is not None
         when = f"As at step {rows[-1]['step']}, before the training was resumed,"
-        self._warn(reason, when, list(paths), changed, finding_of(repaired, metrics))
+        continues = "the training continues"
+        self._warn(reason, when, continues, list(paths), changed, finding_of(repaired, metrics))
 
     def repair(self) -> bool:
         """Applies the cure that the records prove, if there is one. Returns whether it did."""
@@ -115,11 +116,15 @@ class Repairer:
         """Replays the batch with the cure. Returns the record of a sound replay."""
         float32 = keras.DTypePolicy(FLOAT32.name)
         policies = ((layer, float32) for layer in changed)
+        usable = cure.replay.gradients.usable_scale
+        if usable is not None:
+            # The training cannot go on below the minimum; a fixed scale is its own one.
+            usable = max(usable, self._optimizer.rule.min_scale)
         with dtype_policies_replaced(policies):
             proof = self._replayer.replay_again(
                 self._recorder.previous,
                 self._recorder.selected_variables(),
-                cure.replay.gradients.usable_scale,
+                usable,
             )
         result = proof.get("replay")
         if result is None or not result.is_finite:
@@ -131,20 +136,27 @@ class Repairer:
     def _apply(self, cure: Cure, changed: Sequence[keras.Layer], proof: Row) -> None:
         finding = finding_of(cure.cause, RunMetrics(self._recorder.run))
         self._set_to_float32(changed)
+        continues = "the training continues"
         if not cure.replay.is_finite:
-            self._restore_loss_scale(proof["replay"])
+            continues += self._restore_loss_scale(proof["replay"])
         paths = list(cure.layers)
         self._recorder.add({"fallback": paths, "fallback_reason": finding.title})
         self._recorder.add(proof)
         step = self._recorder.previous.step
-        self._warn(finding.title, f"At step {step}", paths, changed, finding)
+        self._warn(finding.title, f"At step {step}", continues, paths, changed, finding)
 
-    def _restore_loss_scale(self, proof: Replay) -> None:
-        """Sets the loss scale that overflows have lowered, or that still overflows."""
+    def _restore_loss_scale(self, proof: Replay) -> str:
+        """Sets the loss scale that overflows have lowered, or that still overflows.
+
+        Returns what to say of it; nothing if it stays.
+        """
         rule = self._optimizer.rule
         usable = proof.gradients.usable_scale or rule.initial_scale
         scale = max(rule.min_scale, min(rule.initial_scale, usable))
+        if scale == self._recorder.previous.loss_scale:
+            return ""
         self._optimizer.dynamic_scale.assign(scale)
+        return f" at the loss scale {scale:g}"
 
     def _set_to_float32(self, changed: Sequence[keras.Layer]) -> None:
         for layer in changed:
@@ -160,6 +172,7 @@ class Repairer:
         self,
         reason: str,
         when: str,
+        continues: str,
         paths: Sequence[str],
         changed: Sequence[keras.Layer],
         finding: Finding,
@@ -167,7 +180,7 @@ class Repairer:
         change = finding.change.replace("\n", "\n  ")
         names = ", ".join(map(repr, paths))
         user_messages.warn(
-            f"{reason} {when} kmp set {names} to float32, and the training continues. To make it"
+            f"{reason} {when} kmp set {names} to float32, and {continues}. To make it"
             f" permanent:\n  {change}{_not_in_files(self._model, changed)}"
         )
 

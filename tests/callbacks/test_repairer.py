@@ -114,13 +114,25 @@ def test_scale_that_overflows_of_a_layer_have_lowered_returns_after_its_repair()
         root = layers.Lambda(lambda x: ops.sqrt(x + 1e-8), name="root")
         parts = layers.Dense(4, name="before"), root, layers.Dense(1, name="head")
         model = sequential(*parts, optimizer=keras.optimizers.SGD(0.0), run_eagerly=True)
-    with pytest.warns(UserWarning, match="'sequential.*/root' to float32"):
+    message = "'sequential.*/root' to float32, and the training continues at the loss scale 2. To"
+    with pytest.warns(UserWarning, match=message):
         model.fit(
             np.zeros((160, 4)), np.ones((160, 1)), batch_size=8, verbose=0, callbacks=defaults()
         )
     snapshot = model.optimizer.snapshot()
     assert 4 <= snapshot.overflow_count < 12
     assert snapshot.loss_scale == 2.0
+
+
+def test_layers_that_are_sound_only_below_a_fixed_loss_scale_keep_their_dtype():
+    with kmp.enable(loss_scale=2.0**60):
+        parts = Cube(name="cube"), layers.BatchNormalization(name="norm"), layers.Dense(1)
+        model = sequential(*parts, optimizer="adam", run_eagerly=True)
+    (monitor,) = callbacks = defaults(on_stuck="ignore")
+    train(model, callbacks, epochs=2)
+    assert monitor.run.replays[0][1].float32_layers == ["sequential/cube", "sequential/norm"]
+    assert monitor.run.last("fallback") is None
+    assert dtypes(model)["cube"] == "float16"
 
 
 class Curve(OwnStep):
