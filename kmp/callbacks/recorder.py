@@ -23,6 +23,7 @@ from kmp.callbacks.training_records import (
 )
 from kmp.gradients.gradient_sampler import paths_of
 from kmp.gradients.sampling_clock import NEVER
+from kmp.guarding.guarded_step import Repair, guarded_step_of
 from kmp.optimizer import LossScaleOptimizer
 from kmp.records import GradientSample, Run, Snapshot
 from kmp.utils import user_messages
@@ -46,6 +47,8 @@ class Recorder:
         logged: What is added to Keras' `logs`.
         has_trained: Whether the training has had a batch.
         batches_left: The batches until the next read is due; each counts as one step.
+        repairs_recorded: How many of the model's repairs have a record, or are of an earlier
+            training.
     """
 
     def __init__(
@@ -102,6 +105,7 @@ class Recorder:
         }
         self.logged = {key: initial[key] for key in self._settings.recorded}
         self.batches_left = 1
+        self.repairs_recorded = len(self._repairs)
         if self.sampling:
             self.sampling.start(snapshot, self._interval)
 
@@ -171,6 +175,23 @@ class Recorder:
             self.batches_left = 1
             self.sampling.sample_next_step(self._interval)
         return True
+
+    @property
+    def _repairs(self) -> list[Repair]:
+        guard = guarded_step_of(self._model)
+        return guard.repairs if guard else []
+
+    @property
+    def has_new_repairs(self) -> bool:
+        """Whether the model was repaired, maybe by another callback, and no record has it."""
+        return len(self._repairs) > self.repairs_recorded
+
+    def add_repairs(self) -> None:
+        """Records the new repairs of the model at the last step that was read."""
+        new = self._repairs[self.repairs_recorded :]
+        self.repairs_recorded = len(self._repairs)
+        for repair in new:
+            self.add({"fallback": list(repair.layers), "fallback_reason": repair.reason})
 
     def _add_sample(self, sample: GradientSample, snapshot: Snapshot, record: Row) -> None:
         """Adds a sample to the record of its step, or before it, as a record of its own."""

@@ -21,7 +21,7 @@ from kmp.callbacks.training_records import Row
 from kmp.diagnosis import Cure, RunMetrics, cure_of
 from kmp.diagnosis.precision_causes import Repaired
 from kmp.diagnosis.soundness import is_harmful
-from kmp.guarding.guarded_step import guarded_step_of
+from kmp.guarding.guarded_step import Repair, guarded_step_of
 from kmp.optimizer import LossScaleOptimizer
 from kmp.records import Replay
 from kmp.utils import user_messages
@@ -73,9 +73,11 @@ class Repairer:
         changed = layers_in_16_bits([layers[path] for path in paths])
         if not changed:
             return
-        self._set_to_float32(changed)
+        reason = rows[-1].get("fallback_reason", "")
+        self._set_to_float32(changed, Repair(tuple(paths), reason))
+        self._recorder.repairs_recorded += 1
         # The log has the record. The run in memory begins here, with the counts of the optimizer.
-        snapshot, reason = self._optimizer.snapshot(), rows[-1].get("fallback_reason", "")
+        snapshot = self._optimizer.snapshot()
         record: Row = {
             "step": snapshot.step,
             "fallback": list(paths),
@@ -135,15 +137,14 @@ class Repairer:
 
     def _apply(self, cure: Cure, changed: Sequence[keras.Layer], proof: Row) -> None:
         finding = finding_of(cure.cause, RunMetrics(self._recorder.run))
-        self._set_to_float32(changed)
+        self._set_to_float32(changed, Repair(cure.layers, finding.title))
         continues = "the training continues"
         if not cure.replay.is_finite:
             continues += self._restore_loss_scale(proof["replay"])
-        paths = list(cure.layers)
-        self._recorder.add({"fallback": paths, "fallback_reason": finding.title})
+        self._recorder.add_repairs()
         self._recorder.add(proof)
         step = self._recorder.previous.step
-        self._warn(finding.title, f"At step {step}", continues, paths, changed, finding)
+        self._warn(finding.title, f"At step {step}", continues, cure.layers, changed, finding)
 
     def _restore_loss_scale(self, proof: Replay) -> str:
         """Sets the loss scale that overflows have lowered, or that still overflows.
@@ -158,12 +159,12 @@ class Repairer:
         self._optimizer.dynamic_scale.assign(scale)
         return f" at the loss scale {scale:g}"
 
-    def _set_to_float32(self, changed: Sequence[keras.Layer]) -> None:
+    def _set_to_float32(self, changed: Sequence[keras.Layer], repair: Repair) -> None:
         for layer in changed:
             layer.dtype_policy = FLOAT32.name
         guard = guarded_step_of(self._model)
         if guard:
-            guard.has_fallback = True
+            guard.repairs.append(repair)
         self._model.make_train_function(force=True)
         # Traced again when they are used.
         self._model.test_function = self._model.predict_function = None

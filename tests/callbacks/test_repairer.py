@@ -8,11 +8,7 @@ from models import Cube, OwnStep
 
 import kmp
 from kmp.backend.keras_internals import is_passthrough, sublayers
-from kmp.callbacks import (
-    Monitor,
-    StuckError,
-    defaults,
-)
+from kmp.callbacks import LossScaleLogger, Monitor, StuckError, defaults
 from kmp.diagnosis.soundness import is_harmful
 from kmp.replay import replay_batch
 
@@ -60,9 +56,8 @@ def dtypes(model):
 
 def test_layer_that_overflows_is_set_to_float32_and_the_training_continues(tmp_path):
     model = overflowing(mode="steps_per_execution")
-    with pytest.warns(
-        UserWarning, match=r"cube.* to float32, and the training continues\. To make it perm"
-    ) as seen:
+    message = r"cube.* to float32, and the training continues at the loss scale 8192\. To make it"
+    with pytest.warns(UserWarning, match=message) as seen:
         train(model, defaults(tmp_path / "run"), epochs=2)
     # The cubes are beyond float16's maximum, so the layer that takes them has to compute in float32
     # too.
@@ -130,9 +125,28 @@ def test_layers_that_are_sound_only_below_a_fixed_loss_scale_keep_their_dtype():
         model = sequential(*parts, optimizer="adam", run_eagerly=True)
     (monitor,) = callbacks = defaults(on_stuck="ignore")
     train(model, callbacks, epochs=2)
-    assert monitor.run.replays[0][1].float32_layers == ["sequential/cube", "sequential/norm"]
+    assert len(monitor.run.replays[0][1].float32_layers) == 2  # sound at a smaller scale
     assert monitor.run.last("fallback") is None
     assert dtypes(model)["cube"] == "float16"
+
+
+@pytest.mark.parametrize("second", [Monitor, LossScaleLogger], ids=["Monitor", "logger"])
+def test_repair_of_one_callback_is_in_the_records_of_another_one(second, tmp_path):
+    model, callbacks = overflowing(), [Monitor(tmp_path / "a"), second(tmp_path / "b")]
+    with pytest.warns(UserWarning, match="set 'sequential.*/cube'.* to float32") as warned:
+        train(model, callbacks)
+    assert len(warned) == 1
+    first, other = (kmp.load_run(tmp_path / name) for name in "ab")
+    for key in ("fallback", "fallback_reason"):
+        assert first.last(key) == other.last(key) == callbacks[1].run.last(key) is not None
+    assert [found.cause for found in kmp.advise(other)][:1] == ["float32_fallback"]
+
+
+def test_callback_with_the_same_patience_does_not_stop_what_another_one_has_repaired(monkeypatch):
+    monkeypatch.setattr("kmp.callbacks.batch_replayer._MOST_REPLAYS", 0)
+    callbacks = [Monitor(patience=6), Monitor(patience=6, replay=False)]
+    with pytest.warns(UserWarning, match="At step 6 kmp set 'sequential.*/cube'"):
+        train(overflowing(), callbacks, epochs=2, height=1e4)
 
 
 class Curve(OwnStep):
