@@ -180,8 +180,9 @@ class Repairer:
     ) -> None:
         change = finding.change.replace("\n", "\n  ")
         names = ", ".join(map(repr, paths))
+        begin = f"{reason} {when}".lstrip()  # a log of another program may have no reason
         user_messages.warn(
-            f"{reason} {when} kmp set {names} to float32, and {continues}. To make it"
+            f"{begin} kmp set {names} to float32, and {continues}. To make it"
             f" permanent:\n  {change}{_not_in_files(self._model, changed)}"
         )
 

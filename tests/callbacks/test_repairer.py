@@ -1,3 +1,5 @@
+import json
+
 import keras
 import numpy as np
 import pytest
@@ -330,6 +332,14 @@ def test_interrupted_training_resumes_with_the_layers_of_its_log_before_its_firs
     new = overflowing()
     train(new, defaults(tmp_path / "run"), epochs=1)
     assert new.optimizer.snapshot().overflow_count
+
+
+def test_repair_without_a_reason_in_the_log_is_repeated_without_one(tmp_path):
+    lines = {"schema": 1, "kind": "header"}, {"step": 0, "fallback": ["sequential/cube"]}
+    (tmp_path / "kmp.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    keras.utils.clear_session()
+    with pytest.warns(UserWarning, match="^As at step 0, before .* set 'sequential/cube' to float"):
+        train(overflowing(), defaults(tmp_path), epochs=1)
 
 
 def test_overflow_that_the_compiled_step_does_not_have_changes_no_layer():
