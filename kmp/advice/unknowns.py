@@ -35,9 +35,11 @@ def lost_norm(run: RunMetrics) -> float:
     Relative to the norm of all gradients.
     """
     sample = run.finite_samples[-1]
+    if not sample.largest:
+        return math.inf
     elements = run.underflow_share * sample.histogram.total
-    lost = math.sqrt(elements) * 2.0**FLOAT16.flush_exponent
-    return lost / run.scale / sample.largest if sample.largest else math.inf
+    largest_lost = 2.0**FLOAT16.flush_exponent / run.scale
+    return math.sqrt(elements) * largest_lost / sample.largest
 
 
 def _not_compared(run: RunMetrics) -> Iterator[str]:
@@ -135,13 +137,9 @@ def _samples(run: RunMetrics) -> Iterator[str]:
 def _zeros(run: RunMetrics) -> Iterator[str]:
     """Yields what is not known of zeros in the samples, and of what a replay shows as flushed."""
     if _has_doubtful_zeros(run):
-        variables, including = run.unexplained_zero_variables, ""
-        if variables:
-            several = f"{len(variables)} variables"
-            including = f", including all of {variables[0] if len(variables) == 1 else several}"
+        zeros = f"the gradient elements that are exactly zero, {run.zero_share:.1%}"
         yield doubt(
-            "whether float16 flushed the gradient elements that are exactly zero,"
-            f" {run.zero_share:.1%}{including}",
+            f"whether float16 flushed {zeros}{_including_variables(run)}",
             f"a replay, or fewer zeros with {run.settings_call}(initial_scale=2.0**24)",
         )
     if run.flushed_layers:
@@ -149,6 +147,16 @@ def _zeros(run: RunMetrics) -> Iterator[str]:
             "what the layers lose whose gradients are mostly zero in float16, but not in float32",
             FLOAT32_TRAINING,
         )
+
+
+def _including_variables(run: RunMetrics) -> str:
+    """Returns which variables of only zeros are among the zeros."""
+    variables = run.unexplained_zero_variables
+    if not variables:
+        return ""
+    if len(variables) == 1:
+        return f", including all of {variables[0]}"
+    return f", including all of {len(variables)} variables"
 
 
 def _has_doubtful_zeros(run: RunMetrics) -> bool:

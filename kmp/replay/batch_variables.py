@@ -15,6 +15,8 @@ _MOST_BYTES = 2**26  # of the captured examples; but at least two examples
 _GOLDEN_RATIO = 0.618034
 
 Tensors = Sequence[tf.Tensor | tf.TensorSpec]
+# The dtype and shape of each tensor.
+Specs = list[tuple[tf.DType, tf.TensorShape]]
 _DENSE = (tf.Tensor, tf.TensorSpec)
 _COMPOSITES = (tf.SparseTensor, tf.SparseTensorSpec, tf.RaggedTensor, tf.RaggedTensorSpec)
 
@@ -51,7 +53,7 @@ class BatchVariables:
 
     def __init__(
         self,
-        specs: list[tuple[tf.DType, tf.TensorShape]],
+        specs: Specs,
         about: keras.Variable,
         index: int,
     ) -> None:
@@ -72,27 +74,26 @@ class BatchVariables:
         """
         copy = self._copy_all if is_whole else self._copy_examples
         rows = {tensor.shape[0] for tensor in tensors}
-        if len(rows - {None}) > 1:
+        is_ragged = len(rows - {None}) > 1
+        is_known = len(tensors) == 1 or None not in rows
+        if is_ragged:
             self._copy_ragged(tensors, info)
-        elif len(tensors) > 1 and None in rows:
-            sizes = [tf.cast(tf.shape(tensor)[0], tf.float32) for tensor in tensors]
+        elif is_known:
+            copy(tensors, info)
+        else:
+            sizes = tf.stack([tf.cast(tf.shape(each)[0], tf.float32) for each in tensors])
             tf.cond(
-                tf.reduce_max(tf.stack(sizes)) > tf.reduce_min(tf.stack(sizes)),
+                tf.reduce_max(sizes) > tf.reduce_min(sizes),
                 lambda: self._copy_ragged(tensors, info),
                 lambda: copy(_of_equal_rows(tensors), info),
             )
-        else:
-            copy(tensors, info)
 
     def read(self, rows: int) -> Any:
         """Returns the data that were copied last, of a number of rows if they are padded."""
-        dtypes = [dtype for dtype, _ in self.specs]
-        tensors = [
-            tf.cast(variable.value(), dtype)
-            for variable, dtype in zip(self._variables, dtypes, strict=True)
-        ]
-        if self._rows is not None:
-            tensors = [tensor[:rows] for tensor in tensors]
+        tensors = []
+        for variable, (dtype, _) in zip(self._variables, self.specs, strict=True):
+            tensor = tf.cast(variable.value(), dtype)
+            tensors.append(tensor if self._rows is None else tensor[:rows])
         return keras.tree.pack_sequence_as(self.structure, tensors)
 
     def forget(self) -> None:
@@ -134,9 +135,7 @@ class BatchVariables:
         self._about.assign(tf.stack([ops.cast(each, "float64") for each in about]))
 
 
-def variable_specs(
-    tensors: Tensors, is_xla: bool, whole_rows: int | None = None
-) -> list[tuple[tf.DType, tf.TensorShape]] | None:
+def variable_specs(tensors: Tensors, is_xla: bool, whole_rows: int | None = None) -> Specs | None:
     """Returns the specs of variables for the examples of such tensors, or `None` if there are none.
 
     XLA needs static shapes: there a smaller batch is padded, and tensors must not be known to have
@@ -164,11 +163,11 @@ def variable_specs(
     return specs if is_small(specs, whole_rows) else None
 
 
-def _specs(tensors: Tensors, rows: int | None) -> list[tuple[tf.DType, tf.TensorShape]]:
+def _specs(tensors: Tensors, rows: int | None) -> Specs:
     return [(each.dtype, tf.TensorShape([rows, *each.shape[1:]])) for each in tensors]
 
 
-def is_small(specs: Sequence[tuple[tf.DType, tf.TensorShape]], rows: int) -> bool:
+def is_small(specs: Specs, rows: int) -> bool:
     """Whether a number of rows of such tensors may be captured as a whole."""
     bytes_of_row = [(shape[1:].num_elements() or 0) * dtype.size for dtype, shape in specs]
     return rows * sum(bytes_of_row) <= _MOST_BYTES
