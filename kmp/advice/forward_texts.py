@@ -1,5 +1,6 @@
 """Sentences about a forward pass or a loss that is not finite."""
 
+from kmp.advice.missing_replays import how_to_find_layer
 from kmp.advice.sentences import Text, text_of
 from kmp.advice.wording import capitalized, failed_steps, replayed_with_change
 from kmp.diagnosis import RunMetrics
@@ -116,14 +117,8 @@ def _(cause: UnexplainedLoss, run: RunMetrics) -> Text:
         pattern = f"among them the last {run.consecutive_overflows}"
     elif run.nonfinite_losses < run.steps / 2:
         pattern = "most losses are finite"
-    note = "no replay shows where: train in float32, to know whether float16 is the cause"
-    if not run.replays:
-        note = (
-            "kmp.callbacks.defaults() replays such a batch, and names the first layer that is not"
-            " finite"
-        )
     return Text(
         "The loss is NaN or Inf before scaling, so no loss scale helps.",
         f"{failed_steps(run)}; {pattern}",
-        note,
+        how_to_find_layer(run),
     )

@@ -7,12 +7,11 @@ so has a loss that is not scaled.
 import math
 from collections.abc import Iterator
 
+from kmp.advice.missing_replays import FLOAT32_TRAINING, missing_replays
 from kmp.advice.wording import counted
 from kmp.diagnosis import RunMetrics, soundness, thresholds
 from kmp.records import Replay
 from kmp.utils.float_formats import DTYPES_16_BIT, FLOAT16
-
-_FLOAT32_TRAINING = "a training in float32 to compare with"
 
 
 def unknowns(run: RunMetrics) -> Iterator[str]:
@@ -36,9 +35,11 @@ def lost_norm(run: RunMetrics) -> float:
     Relative to the norm of all gradients.
     """
     sample = run.finite_samples[-1]
+    if not sample.largest:
+        return math.inf
     elements = run.underflow_share * sample.histogram.total
-    lost = math.sqrt(elements) * 2.0**FLOAT16.flush_exponent
-    return lost / run.scale / sample.largest if sample.largest else math.inf
+    largest_lost = 2.0**FLOAT16.flush_exponent / run.scale
+    return math.sqrt(elements) * largest_lost / sample.largest
 
 
 def _not_compared(run: RunMetrics) -> Iterator[str]:
@@ -46,7 +47,7 @@ def _not_compared(run: RunMetrics) -> Iterator[str]:
     harmful = [step for step, replay in run.comparisons if _has_harmful_errors(replay)]
     if harmful:
         errors = f"the errors of outputs or gradients at step {harmful[-1]}"
-        yield doubt(f"what {errors} did to the training", _FLOAT32_TRAINING)
+        yield doubt(f"what {errors} did to the training", FLOAT32_TRAINING)
     elif len(run.comparisons) < thresholds.FEW_COMPARISONS or not run.is_compared_late:
         why, remedy = _why_not(run)
         what = "how far outputs and gradients are from those in float32"
@@ -61,7 +62,7 @@ def _missing_in(comparisons: list[Replay]) -> Iterator[str]:
         yield doubt(
             "how far gradients are from those in float32, because only the forward pass could be"
             " replayed",
-            _FLOAT32_TRAINING,
+            FLOAT32_TRAINING,
         )
         return
     measured = [replay.comparison for replay in comparisons if replay.comparison]
@@ -69,7 +70,7 @@ def _missing_in(comparisons: list[Replay]) -> Iterator[str]:
         yield doubt(
             "what the updates of states lose that are not trainable, such as moving averages,"
             " because the replayed batch could not be halved or the replay took too long",
-            _FLOAT32_TRAINING,
+            FLOAT32_TRAINING,
         )
 
 
@@ -88,23 +89,16 @@ def _compared_batches(run: RunMetrics) -> str:
 
 def _why_not(run: RunMetrics) -> tuple[str, str]:
     """Returns why batches were not compared, in parentheses, and what would compare them."""
-    error, replicas = run.run.last("replay_error"), run.settings.get("replicas", 1)
-    if error:
-        return f" (none could be replayed: {error})", _FLOAT32_TRAINING
-    if replicas > 1:
-        return f" ({replicas} replicas)", "a run on one replica"
-    if not run.replays:
-        remedy = (
-            "replay=True in kmp.callbacks.defaults(), and in a custom training loop"
-            " kmp.guard(optimizer, model) around the forward pass"
-        )
-        return "", f"{remedy}; or {_FLOAT32_TRAINING}"
+    missing = missing_replays(run)
+    has_failed = run.run.last("replay_error") is not None
+    if has_failed or not run.replays:
+        return f" ({missing.reason})" if missing.reason else "", missing.remedy
     if not any(replay.is_finite for replay in run.replays):
-        return " (the replayed ones were not finite)", _FLOAT32_TRAINING
+        return " (the replayed ones were not finite)", FLOAT32_TRAINING
     if not run.comparisons:
         reason = " (the forward pass draws random numbers that differ by pass)"
-        return reason, _FLOAT32_TRAINING
-    return "", _FLOAT32_TRAINING
+        return reason, FLOAT32_TRAINING
+    return "", FLOAT32_TRAINING
 
 
 def _states_in_float16(run: RunMetrics) -> Iterator[str]:
@@ -143,20 +137,26 @@ def _samples(run: RunMetrics) -> Iterator[str]:
 def _zeros(run: RunMetrics) -> Iterator[str]:
     """Yields what is not known of zeros in the samples, and of what a replay shows as flushed."""
     if _has_doubtful_zeros(run):
-        variables, including = run.unexplained_zero_variables, ""
-        if variables:
-            several = f"{len(variables)} variables"
-            including = f", including all of {variables[0] if len(variables) == 1 else several}"
+        zeros = f"the gradient elements that are exactly zero, {run.zero_share:.1%}"
         yield doubt(
-            "whether float16 flushed the gradient elements that are exactly zero,"
-            f" {run.zero_share:.1%}{including}",
+            f"whether float16 flushed {zeros}{_including_variables(run)}",
             f"a replay, or fewer zeros with {run.settings_call}(initial_scale=2.0**24)",
         )
     if run.flushed_layers:
         yield doubt(
             "what the layers lose whose gradients are mostly zero in float16, but not in float32",
-            _FLOAT32_TRAINING,
+            FLOAT32_TRAINING,
         )
+
+
+def _including_variables(run: RunMetrics) -> str:
+    """Returns which variables of only zeros are among the zeros."""
+    variables = run.unexplained_zero_variables
+    if not variables:
+        return ""
+    if len(variables) == 1:
+        return f", including all of {variables[0]}"
+    return f", including all of {len(variables)} variables"
 
 
 def _has_doubtful_zeros(run: RunMetrics) -> bool:

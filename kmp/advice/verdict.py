@@ -6,6 +6,7 @@ from kmp.advice.finding import Finding
 from kmp.advice.unknowns import doubt, lost_norm, unknowns
 from kmp.advice.wording import counted, skipped
 from kmp.diagnosis import INFO, RunMetrics, soundness, thresholds
+from kmp.records.replay import GradientError
 from kmp.utils.float_formats import as_power
 
 _NOT_KNOWN = "It is not known whether float16 hurts this run."
@@ -21,23 +22,38 @@ def verdict(run: RunMetrics, findings: Sequence[Finding]) -> str:
         dtypes = f"The run computed in {run.dtypes}, where gradients need no loss scale."
         return f"{skipped(run).capitalize()}. {dtypes}"
     if run.curve is None or not run.finite_samples:
-        reason = "no sampled step was finite" if run.samples else "none were sampled"
-        remedy = "a run with kmp.callbacks.defaults() whose steps are finite"
-        unsampled = doubt(f"gradients, because {reason}", remedy)
-        return f"{_NOT_KNOWN} {unsampled} Measured: {skipped(run)}."
+        return f"{_NOT_KNOWN} {_unsampled(run)} Measured: {skipped(run)}."
     # No headline reassures beside something that was not measured.
     unknown = list(unknowns(run))
     if unknown:
-        return " ".join([_NOT_KNOWN, *unknown, f"Measured: {_measured(run)}"])
-    return f"float16 does not hurt this run: {_measured(run, _norm_of_small(run))}"
+        not_measured = " ".join(unknown)
+        return f"{_NOT_KNOWN} {not_measured} Measured: {_measured(run)}"
+    norm = _norm_of_small(run)
+    return f"float16 does not hurt this run: {_measured(run, norm)}"
+
+
+def _unsampled(run: RunMetrics) -> str:
+    reason = "no sampled step was finite" if run.samples else "none were sampled"
+    remedy = "a run with kmp.callbacks.defaults() whose steps are finite"
+    return doubt(f"gradients, because {reason}", remedy)
 
 
 def _measured(run: RunMetrics, norm: str = "") -> str:
+    """Returns what comparisons, counts and samples say of a run.
+
+    Args:
+        run: The run.
+        norm: How much the elements are that are too small.
+    """
     samples = counted(len(run.finite_samples), "sample")
+    scale = as_power(run.scale)
+    subnormal = f"{run.subnormal_share:.1%} of the nonzero gradient elements"
+    too_small = f"{run.underflow_share:.1%}"
     return (
-        f"{_compared(run)}{skipped(run)}, and at the loss scale in use, {as_power(run.scale)},"
-        f" {run.subnormal_share:.1%} of the nonzero gradient elements are subnormal in float16"
-        f" and {run.underflow_share:.1%} are too small for float16{norm}, in {samples}."
+        f"{_compared(run)}{skipped(run)},"
+        f" and at the loss scale in use, {scale},"
+        f" {subnormal} are subnormal in float16"
+        f" and {too_small} are too small for float16{norm}, in {samples}."
     )
 
 
@@ -54,16 +70,19 @@ def _compared(run: RunMetrics) -> str:
     replays = [replay for _, replay in run.comparisons]
     if not replays:
         return ""
-    outputs = max(replay.output_error or 0.0 for replay in replays)
+    errors = [replay.output_error or 0.0 for replay in replays]
+    outputs = f"the outputs differ from float32 by at most {max(errors):.2%}"
     batches = counted(len(replays), "batch", "es")
-    gradients = _gradients(run)
-    return f"in {batches} the outputs differ from float32 by at most {outputs:.2%}{gradients}; "
+    return f"in {batches} {outputs}{_gradients(run)}; "
 
 
 def _gradients(run: RunMetrics) -> str:
     largest = run.largest_gradient_error
     if largest is None:
         return ""
-    errors = [each for _, replay in run.comparisons for each in replay.gradient_errors]
-    until = " until they nearly vanish" if any(map(soundness.has_converged, errors)) else ""
+    errors: list[GradientError] = []
+    for _, replay in run.comparisons:
+        errors += replay.gradient_errors
+    has_converged = any(map(soundness.has_converged, errors))
+    until = " until they nearly vanish" if has_converged else ""
     return f", and the gradients of a layer by at most {largest:.1%}{until}"

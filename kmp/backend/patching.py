@@ -18,12 +18,16 @@ class Replacement:
     """Replaces an attribute of a class or module by what `make` returns for the original.
 
     Nothing is changed before `apply`.
+
+    Attributes:
+        is_applied: Whether `apply` has been completed.
     """
 
     def __init__(self, owner: Any, name: str, make: Callable[[Any], Any]) -> None:
         self._owner, self._name = owner, name
         self._original = self.current()
         self._replacement = make(None if self._original is _MISSING else self._original)
+        self.is_applied = False
 
     def current(self) -> Any:
         """Returns what the owner has now."""
@@ -32,6 +36,7 @@ class Replacement:
     def apply(self) -> None:
         """Sets the replacement."""
         setattr(self._owner, self._name, self._replacement)
+        self.is_applied = True
 
     def remove(self) -> bool:
         """Restores the original; returns `False` if another library has replaced it since.
@@ -62,7 +67,8 @@ class Patches:
     def __init__(self, table: Sequence[Patch]) -> None:
         self._table = table
         self._holders: dict[Reason, list[object]] = {reason: [] for reason in Reason}
-        self._applied: dict[Patch, Replacement] = {}
+        # Registered before they are applied: an interrupt between leaves none that nobody removes.
+        self._replacements: dict[Patch, Replacement] = {}
         self._left: dict[Patch, tuple[Replacement, Any]] = {}
         self._in_use: WeakSet[Any] = WeakSet()
         self._lock = threading.RLock()
@@ -116,7 +122,7 @@ class Patches:
 
     def applied(self) -> list[Patch]:
         """Returns the patches that are applied now."""
-        return list(self._applied)
+        return [patch for patch, each in self._replacements.items() if each.is_applied]
 
     def _others(self, reason: Reason, holder: object) -> list[object]:
         return [each for each in self._holders[reason] if each is not holder]
@@ -124,18 +130,27 @@ class Patches:
     def _update(self) -> None:
         """Applies and removes patches. If it is interrupted, the next update does the rest."""
         for patch in self._table:
-            if patch not in self._applied and any(map(self.is_held, patch.when)):
+            if any(map(self.is_held, patch.when)):
                 self._apply(patch)
-        for patch, replacement in reversed(list(self._applied.items())):
+        for patch, replacement in reversed(list(self._replacements.items())):
             if not any(map(self.is_held, patch.when)):
                 if not replacement.remove():
                     self._left[patch] = replacement, replacement.current()
-                del self._applied[patch]
+                del self._replacements[patch]
 
     def _apply(self, patch: Patch) -> None:
+        """Applies a patch, unless it is applied."""
+        if patch not in self._replacements:
+            self._register(patch)
+        replacement = self._replacements.get(patch)
+        if replacement is not None and not replacement.is_applied:
+            replacement.apply()
+
+    def _register(self, patch: Patch) -> None:
+        """Makes the replacement, or takes the one that was left; none if a name is missing."""
         replacement, left = self._left.pop(patch, (None, None))
         if replacement is not None and replacement.current() is left:
-            self._applied[patch] = replacement
+            self._replacements[patch] = replacement
             return
         try:
             owner = _defining_class(resolve(patch.owner), patch)
@@ -144,9 +159,7 @@ class Patches:
             return
         # A replacement made with `functools.wraps` has the module of the original: autograph does
         # not convert functions of Keras and TensorFlow, and so not these either.
-        replacement = Replacement(owner, patch.name, resolve(patch.make))
-        self._applied[patch] = replacement  # before the change: an interrupt leaves nothing
-        replacement.apply()
+        self._replacements[patch] = Replacement(owner, patch.name, resolve(patch.make))
 
 
 def _defining_class(owner: Any, patch: Patch) -> Any:

@@ -87,7 +87,10 @@ class LogWriter:
 
     def __init__(self, owner: object, folder: Path, first_step: int) -> None:
         folder = folder.resolve()  # two paths to one folder have one writer
-        if folder in self._open:
+        other = self._open.get(folder)
+        if other:
+            # The error ends the training, and Keras calls no callback after it.
+            other._close_files()
             raise ValueError(
                 "`log_dir` is in use by another callback of this training. A kmp.callbacks.Monitor"
                 " writes all records into one log; give each optimizer its own folder. Received:"

@@ -23,6 +23,7 @@ from kmp.callbacks.training_records import (
 )
 from kmp.gradients.gradient_sampler import paths_of
 from kmp.gradients.sampling_clock import NEVER
+from kmp.guarding.guarded_step import Repair, guarded_step_of
 from kmp.optimizer import LossScaleOptimizer
 from kmp.records import GradientSample, Run, Snapshot
 from kmp.utils import user_messages
@@ -46,6 +47,8 @@ class Recorder:
         logged: What is added to Keras' `logs`.
         has_trained: Whether the training has had a batch.
         batches_left: The batches until the next read is due; each counts as one step.
+        repairs_recorded: How many of the model's repairs have a record, or are of an earlier
+            training.
     """
 
     def __init__(
@@ -79,7 +82,7 @@ class Recorder:
         if self.sampling:
             self.selected_variables()  # raises for a bad pattern before anything is prepared
             is_new = self.sampling.prepare()
-        self.run.header = header(self._model, self._optimizer)
+        self._set_header()
         return is_new
 
     def start(self) -> None:
@@ -102,6 +105,7 @@ class Recorder:
         }
         self.logged = {key: initial[key] for key in self._settings.recorded}
         self.batches_left = 1
+        self.repairs_recorded = len(self._repairs)
         if self.sampling:
             self.sampling.start(snapshot, self._interval)
 
@@ -172,6 +176,23 @@ class Recorder:
             self.sampling.sample_next_step(self._interval)
         return True
 
+    @property
+    def _repairs(self) -> list[Repair]:
+        guard = guarded_step_of(self._model)
+        return guard.repairs if guard else []
+
+    @property
+    def has_new_repairs(self) -> bool:
+        """Whether the model was repaired, maybe by another callback, and no record has it."""
+        return len(self._repairs) > self.repairs_recorded
+
+    def add_repairs(self) -> None:
+        """Records the new repairs of the model at the last step that was read."""
+        new = self._repairs[self.repairs_recorded :]
+        self.repairs_recorded = len(self._repairs)
+        for repair in new:
+            self.add({"fallback": list(repair.layers), "fallback_reason": repair.reason})
+
     def _add_sample(self, sample: GradientSample, snapshot: Snapshot, record: Row) -> None:
         """Adds a sample to the record of its step, or before it, as a record of its own."""
         norm = sample.total_norm
@@ -191,12 +212,20 @@ class Recorder:
     def add(self, record: Row) -> None:
         """Adds a record to `run` and the log; without a `step`, that of the last read step."""
         if self.has_trained and "layers" not in self.run.settings:  # built by the first step
-            self.run.header = header(self._model, self._optimizer, has_trained=True)
+            self._set_header()
         self.open_log()
         self.run.append({"step": self.previous.step} | record)
         self._size += record_size(record)
         if self._writer:
             self._size += self._writer.write(self.run)
+
+    def _set_header(self) -> None:
+        self.run.header = header(
+            self._model,
+            self._optimizer,
+            replay=self._settings.replay,
+            has_trained=self.has_trained,
+        )
 
     def end_epoch(self, epoch: int, logs: Logs) -> None:
         """Records the metrics of an epoch."""

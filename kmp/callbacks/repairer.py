@@ -21,7 +21,7 @@ from kmp.callbacks.training_records import Row
 from kmp.diagnosis import Cure, RunMetrics, cure_of
 from kmp.diagnosis.precision_causes import Repaired
 from kmp.diagnosis.soundness import is_harmful
-from kmp.guarding.guarded_step import guarded_step_of
+from kmp.guarding.guarded_step import Repair, guarded_step_of
 from kmp.optimizer import LossScaleOptimizer
 from kmp.records import Replay
 from kmp.utils import user_messages
@@ -73,9 +73,11 @@ class Repairer:
         changed = layers_in_16_bits([layers[path] for path in paths])
         if not changed:
             return
-        self._set_to_float32(changed)
+        reason = rows[-1].get("fallback_reason", "")
+        self._set_to_float32(changed, Repair(tuple(paths), reason))
+        self._recorder.repairs_recorded += 1
         # The log has the record. The run in memory begins here, with the counts of the optimizer.
-        snapshot, reason = self._optimizer.snapshot(), rows[-1].get("fallback_reason", "")
+        snapshot = self._optimizer.snapshot()
         record: Row = {
             "step": snapshot.step,
             "fallback": list(paths),
@@ -89,7 +91,8 @@ class Repairer:
         repaired = Repaired.of(metrics)
         assert repaired is not None
         when = f"As at step {rows[-1]['step']}, before the training was resumed,"
-        self._warn(reason, when, list(paths), changed, finding_of(repaired, metrics))
+        continues = "the training continues"
+        self._warn(reason, when, continues, list(paths), changed, finding_of(repaired, metrics))
 
     def repair(self) -> bool:
         """Applies the cure that the records prove, if there is one. Returns whether it did."""
@@ -115,11 +118,15 @@ class Repairer:
         """Replays the batch with the cure. Returns the record of a sound replay."""
         float32 = keras.DTypePolicy(FLOAT32.name)
         policies = ((layer, float32) for layer in changed)
+        usable = cure.replay.gradients.usable_scale
+        if usable is not None:
+            # The training cannot go on below the minimum; a fixed scale is its own one.
+            usable = max(usable, self._optimizer.rule.min_scale)
         with dtype_policies_replaced(policies):
             proof = self._replayer.replay_again(
                 self._recorder.previous,
                 self._recorder.selected_variables(),
-                cure.replay.gradients.usable_scale,
+                usable,
             )
         result = proof.get("replay")
         if result is None or not result.is_finite:
@@ -130,28 +137,34 @@ class Repairer:
 
     def _apply(self, cure: Cure, changed: Sequence[keras.Layer], proof: Row) -> None:
         finding = finding_of(cure.cause, RunMetrics(self._recorder.run))
-        self._set_to_float32(changed)
+        self._set_to_float32(changed, Repair(cure.layers, finding.title))
+        continues = "the training continues"
         if not cure.replay.is_finite:
-            self._restore_loss_scale(proof["replay"])
-        paths = list(cure.layers)
-        self._recorder.add({"fallback": paths, "fallback_reason": finding.title})
+            continues += self._restore_loss_scale(proof["replay"])
+        self._recorder.add_repairs()
         self._recorder.add(proof)
         step = self._recorder.previous.step
-        self._warn(finding.title, f"At step {step}", paths, changed, finding)
+        self._warn(finding.title, f"At step {step}", continues, cure.layers, changed, finding)
 
-    def _restore_loss_scale(self, proof: Replay) -> None:
-        """Sets the loss scale that overflows have lowered, or that still overflows."""
+    def _restore_loss_scale(self, proof: Replay) -> str:
+        """Sets the loss scale that overflows have lowered, or that still overflows.
+
+        Returns what to say of it; nothing if it stays.
+        """
         rule = self._optimizer.rule
         usable = proof.gradients.usable_scale or rule.initial_scale
         scale = max(rule.min_scale, min(rule.initial_scale, usable))
+        if scale == self._recorder.previous.loss_scale:
+            return ""
         self._optimizer.dynamic_scale.assign(scale)
+        return f" at the loss scale {scale:g}"
 
-    def _set_to_float32(self, changed: Sequence[keras.Layer]) -> None:
+    def _set_to_float32(self, changed: Sequence[keras.Layer], repair: Repair) -> None:
         for layer in changed:
             layer.dtype_policy = FLOAT32.name
         guard = guarded_step_of(self._model)
         if guard:
-            guard.has_fallback = True
+            guard.repairs.append(repair)
         self._model.make_train_function(force=True)
         # Traced again when they are used.
         self._model.test_function = self._model.predict_function = None
@@ -160,14 +173,16 @@ class Repairer:
         self,
         reason: str,
         when: str,
+        continues: str,
         paths: Sequence[str],
         changed: Sequence[keras.Layer],
         finding: Finding,
     ) -> None:
         change = finding.change.replace("\n", "\n  ")
         names = ", ".join(map(repr, paths))
+        begin = f"{reason} {when}".lstrip()  # a log of another program may have no reason
         user_messages.warn(
-            f"{reason} {when} kmp set {names} to float32, and the training continues. To make it"
+            f"{begin} kmp set {names} to float32, and {continues}. To make it"
             f" permanent:\n  {change}{_not_in_files(self._model, changed)}"
         )
 

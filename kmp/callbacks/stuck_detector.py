@@ -7,6 +7,8 @@ import keras
 import numpy as np
 
 from kmp.advice import advise
+from kmp.advice.missing_replays import how_to_find_layer
+from kmp.diagnosis import RunMetrics
 from kmp.optimizer import LossScaleOptimizer
 from kmp.records import Run, Snapshot
 from kmp.utils import user_messages
@@ -59,13 +61,14 @@ class StuckDetector:
         before, self.last = self.last, self._optimizer.snapshot()
         in_a_row = min(self.last.overflows_in_a_row, self.last.step - self.repaired_at)
         now = replace(self.last, overflows_in_a_row=in_a_row)
-        is_at_min_scale = now.overflows_at_min_scale > before.overflows_at_min_scale
-        is_at_min_scale &= self.repaired_at <= before.step
-        start = now.step - in_a_row
-        is_stuck = in_a_row >= self._patience or is_at_min_scale
-        if not is_stuck or start == self._reported_streak:
+        is_at_min_scale = False
+        if self.repaired_at <= before.step:  # else some of these steps are from before the repair
+            is_at_min_scale = now.overflows_at_min_scale > before.overflows_at_min_scale
+        if in_a_row < self._patience and not is_at_min_scale:
             return None
-        return Streak(now, is_at_min_scale)
+        start = now.step - in_a_row
+        is_reported = start == self._reported_streak
+        return None if is_reported else Streak(now, is_at_min_scale)
 
     def mark_reported(self, streak: "Streak") -> None:
         """Notes that a streak was reported."""
@@ -75,18 +78,18 @@ class StuckDetector:
     def batches_until_stuck(self, counts: Any) -> int:
         """Returns after how many batches the training can be stuck at the earliest."""
         in_a_row = min(counts.overflows_in_a_row, counts.step - self.repaired_at)
-        to_minimum = self._optimizer.rule.steps_to_min_scale(self.last.loss_scale)
-        if in_a_row == 0:  # at a low scale, a check of each batch would cost more than it is worth
-            to_minimum = max(to_minimum, _CHECKED_AT_LOW_SCALE)
         to_patience = self._patience - in_a_row
         if to_patience <= 0:  # this streak was reported; another one needs as many steps
             return self._patience
+        to_minimum = self._optimizer.rule.steps_to_min_scale(self.last.loss_scale)
+        if in_a_row == 0:  # at a low scale, a check of each batch would cost more than it is worth
+            to_minimum = max(to_minimum, _CHECKED_AT_LOW_SCALE)
         return max(1, int(min(to_patience, to_minimum)))
 
     def message(self, streak: "Streak", run: Run) -> str:
         """Returns what the training is stuck in, the cause and what to try."""
         problems = advise(run).problems
-        cause = problems[0] if problems else _counts_alone(streak.now)
+        cause = problems[0] if problems else _counts_alone(streak.now, run)
         text = f"{streak}\nCause: {cause}"
         if streak.now.overflows_in_a_row:  # else a later step has changed the weights
             text += f"\n{_weights_of(self._model)}"
@@ -122,14 +125,14 @@ def report(message: str, on_stuck: str) -> None:
         user_messages.warn(message)
 
 
-def _counts_alone(now: Snapshot) -> str:
+def _counts_alone(now: Snapshot, run: Run) -> str:
     origin = now.overflow_origin
     cause = f"gradients overflow, and the overflow starts nearest to the loss at {origin}"
     if now.nonfinite_losses_in_a_row:
         cause = "the loss was NaN or Inf before it was scaled, so no loss scale helps"
     return (
-        f"{cause}. A replay of such a batch (replay=True) names the layer. Where the loss scale was"
-        " still falling, a higher patience or a lower initial_scale lets it fall."
+        f"{cause}. To find the layer: {how_to_find_layer(RunMetrics(run))}. Where the loss scale"
+        " was still falling, a higher patience or a lower initial_scale lets it fall."
     )
 
 

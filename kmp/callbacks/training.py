@@ -144,7 +144,7 @@ class Training:
         self.recorder.has_trained = True
         self.recorder.batches_left -= steps
         self._batches_until_check -= steps
-        if self._batches_until_check <= 0:
+        if self._batches_until_check <= 0 or self.recorder.has_new_repairs:
             self._check()
         self.recorder.end_batch()
 
@@ -156,6 +156,10 @@ class Training:
         has_streak = max(new, counts.overflows_in_a_row) >= _STREAK
         if is_epoch_end or self.recorder.batches_left <= 0 or (self._repairer and has_streak):
             self._read(counts.step)
+        if self.recorder.has_new_repairs:  # of another callback
+            self._read(counts.step)
+            self.recorder.add_repairs()
+            self._mark_repair()
         if self._repairer and self._repairer.repair():
             self._mark_repair()
         if self._detector and new:

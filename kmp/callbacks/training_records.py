@@ -40,7 +40,9 @@ Logs = dict[str, Any] | None
 PathLike = str | os.PathLike[str]
 
 
-def header(model: keras.Model, optimizer: LossScaleOptimizer, has_trained: bool = False) -> Row:
+def header(
+    model: keras.Model, optimizer: LossScaleOptimizer, *, replay: bool, has_trained: bool = False
+) -> Row:
     """Returns the first line of a log: the time, the versions and the settings of the training.
 
     The paths of layers are known after the first step, or if all of them are built.
@@ -48,6 +50,7 @@ def header(model: keras.Model, optimizer: LossScaleOptimizer, has_trained: bool 
     settings = _settings_of_optimizer(optimizer)
     settings |= _settings_of_model(model)
     settings |= _settings_of_variables(model, optimizer)
+    settings["replay"] = replay
     if has_trained or is_built(model):
         settings |= _settings_of_layers(model)
     return {

@@ -14,7 +14,7 @@ from kmp.diagnosis.sample_statistics import (
     unscaled_counts,
     usable,
 )
-from kmp.records import GradientSample, Run
+from kmp.records import GradientSample, Replay, Run
 from kmp.records.run import RUN_EXPECTED
 from kmp.utils import validation
 from kmp.utils.float_formats import FLOAT16, FLOAT32
@@ -84,7 +84,9 @@ class WhatIf:
     @property
     def is_extrapolated(self) -> np.ndarray:
         """Whether the curve is an extrapolation at each scale; bool of shape `(scales,)`."""
-        return ~np.full(self.log2_scales.shape, self.is_measured) & (self.log2_scales > self.in_use)
+        if self.is_measured:
+            return np.zeros(self.log2_scales.shape, bool)
+        return self.log2_scales > self.in_use
 
     def at(self, log2_scale: float) -> dict[str, float]:
         """Returns the four shares at the scale nearest to 2^`log2_scale`.
@@ -143,11 +145,15 @@ def usable_scale(run: Run) -> float:
 
     It is inf without a replay, and 0 if the backward pass of a replay needs float32 at every scale.
     """
-    scales = [math.inf]
-    for _, replay in run.replays:
-        needs_float32 = replay.loss is not None and not replay.is_finite and replay.float32_layers
-        scales.append(0.0 if needs_float32 else replay.gradients.usable_scale or math.inf)
-    return min(scales)
+    scales = (_usable_in(replay) for _, replay in run.replays)
+    return min(scales, default=math.inf)
+
+
+def _usable_in(replay: Replay) -> float:
+    overflows_backward = replay.loss is not None and not replay.is_finite
+    if overflows_backward and replay.float32_layers:
+        return 0.0
+    return replay.gradients.usable_scale or math.inf
 
 
 @dataclass(frozen=True, eq=False)
@@ -270,7 +276,8 @@ def _recommended(counts: np.ndarray, largest: float, highest: float) -> tuple[in
     """Returns the lowest and the highest `WhatIf.recommended`."""
     if not counts.any() or not largest or not highest:
         return None
-    high = math.floor(math.log2(min(FLOAT16.max / largest / 2**thresholds.MARGIN_BITS, highest)))
+    fitting = FLOAT16.max / largest / 2**thresholds.MARGIN_BITS
+    high = math.floor(math.log2(min(fitting, highest)))
     candidates = np.arange(-FLOAT32.max_exponent, FLOAT32.max_exponent + 1)
     flushed = counts_below(counts, FLOAT16.flush_exponent - candidates)
     sufficient = candidates[flushed <= thresholds.TOLERATED_UNDERFLOW * counts.sum()]

@@ -2,7 +2,7 @@
 
 import contextlib
 import weakref
-from typing import Any
+from typing import Any, NamedTuple
 
 import keras
 import tensorflow as tf
@@ -46,6 +46,18 @@ def is_built(model: keras.Model) -> bool:
     return all(layer.built for layer in sublayers(model))
 
 
+class Repair(NamedTuple):
+    """Layers of a model that a callback has set to float32.
+
+    Attributes:
+        layers: Their paths.
+        reason: What float16 does in them, as a sentence.
+    """
+
+    layers: tuple[str, ...]
+    reason: str
+
+
 class GuardedTrainStep:
     """The `train_step` of a model, its own or Keras', under a guard.
 
@@ -57,13 +69,13 @@ class GuardedTrainStep:
     Attributes:
         own_step: The `train_step` that was set on the model itself, not on its class, or `None`.
         capture: Keeps a batch, if a callback sets it; used from the next trace on.
-        has_fallback: Whether a callback set layers of the model to float32.
+        repairs: The repairs of the model, which each callback of a training records.
     """
 
     def __init__(self, model: keras.Model) -> None:
         self.own_step = vars(model).get("train_step")
         self.capture: BatchCapture | None = None
-        self.has_fallback = False
+        self.repairs: list[Repair] = []
         self._model = model
         self._metrics = FiniteMetrics(model)
         self._prepared: weakref.ref[Any] | None = None  # the iterator of the capture

@@ -11,7 +11,8 @@ import numpy as np
 from kmp.records.gradient_sample import NORMS, UPDATE_COUNTS, GradientSample
 from kmp.records.log_types import HIGHEST_NUMBER, MOST_ELEMENTS
 
-_SIGNIFICANT_BITS = 8  # of norms and magnitudes
+_MAGNITUDES = ("amax", *NORMS)
+_SIGNIFICANT_BITS = 8  # of each of these
 
 # Kept with a sample, so that it is encoded once.
 _encodings: WeakKeyDictionary[GradientSample, dict[str, Any]] = WeakKeyDictionary()
@@ -30,18 +31,28 @@ def compact(sample: GradientSample) -> dict[str, Any]:
 def _encoded(sample: GradientSample) -> dict[str, Any]:
     data: dict[str, Any] = {"loss_scale": sample.loss_scale, "bins": sample.bins.tolist()}
     data["counts"] = _packed(sample.bin_counts.T, "<i8")
-    for key in ("amax", *NORMS):
-        significands, exponents = np.frexp(getattr(sample, key))
-        # Down, so that a magnitude stays in its power of two.
-        rounded = np.ldexp(
-            np.trunc(np.ldexp(significands, _SIGNIFICANT_BITS)), exponents - _SIGNIFICANT_BITS
-        )
-        values = rounded if key == "amax" else np.where(np.isfinite(rounded), rounded, np.nan)
+    for key in _MAGNITUDES:
+        values = _rounded(getattr(sample, key))
+        if key != "amax":
+            values = np.where(np.isfinite(values), values, np.nan)
         if not np.isnan(values).all():
             data[key] = _packed(values, "<f8")
-    counts = {key: getattr(sample, key) for key in UPDATE_COUNTS}
-    data |= {key: _packed(values, "<i8") for key, values in counts.items() if values.any()}
-    return data | {"names": sample.names}
+    for key in UPDATE_COUNTS:
+        counts = getattr(sample, key)
+        if counts.any():
+            data[key] = _packed(counts, "<i8")
+    data["names"] = sample.names
+    return data
+
+
+def _rounded(magnitudes: np.ndarray) -> np.ndarray:
+    """Returns magnitudes with few significant bits.
+
+    Rounded down, so that each stays in its power of two.
+    """
+    significands, exponents = np.frexp(magnitudes)
+    kept = np.trunc(np.ldexp(significands, _SIGNIFICANT_BITS))
+    return np.ldexp(kept, exponents - _SIGNIFICANT_BITS)
 
 
 def expanded(step: int, data: dict[str, Any]) -> GradientSample:
@@ -56,14 +67,7 @@ def expanded(step: int, data: dict[str, Any]) -> GradientSample:
     size = len(names)
     if len(set(names)) < size:
         raise ValueError("`names` must not repeat a name")
-    numbers = {}
-    for key in ("amax", *NORMS):
-        numbers[key] = values = (
-            _unpacked(data, key, "<f8", size) if key in data else np.full(size, np.nan)
-        )
-        is_accepted = np.isnan(values) | ((values >= 0) & (values <= HIGHEST_NUMBER))
-        if not (is_accepted | (np.isposinf(values) & (key == "amax"))).all():
-            raise ValueError(f"`{key}` must hold NaN, or numbers between 0 and {HIGHEST_NUMBER}")
+    numbers = {key: _numbers(data, key, size) for key in _MAGNITUDES}
     updates = {key: _integers(data, key, size) for key in UPDATE_COUNTS if key in data}
     bins = np.array(data["bins"], np.int64)
     if (np.diff(bins) <= 0).any():
@@ -74,6 +78,19 @@ def expanded(step: int, data: dict[str, Any]) -> GradientSample:
     )
     _encodings[sample] = data
     return sample
+
+
+def _numbers(data: Mapping[str, Any], key: str, size: int) -> np.ndarray:
+    if key not in data:
+        return np.full(size, np.nan)
+    values = _unpacked(data, key, "<f8", size)
+    is_accepted = np.isnan(values)
+    is_accepted |= (values >= 0) & (values <= HIGHEST_NUMBER)
+    if key == "amax":
+        is_accepted |= np.isposinf(values)
+    if not is_accepted.all():
+        raise ValueError(f"`{key}` must hold NaN, or numbers between 0 and {HIGHEST_NUMBER}")
+    return values
 
 
 def _integers(data: Mapping[str, Any], key: str, size: int) -> np.ndarray:
@@ -97,17 +114,15 @@ def _packed(values: np.ndarray, dtype: str) -> str:
 def _unpacked(data: Mapping[str, Any], key: str, dtype: str, size: int) -> np.ndarray:
     """Returns `size` numbers for a text from `_packed`. Never expands more bytes than these."""
     item_size = np.dtype(dtype).itemsize
+    expected = size * item_size
     decompressor = zlib.decompressobj()
     try:
-        content = decompressor.decompress(
-            base64.b64decode(data[key], validate=True), size * item_size + 1
-        )
+        compressed = base64.b64decode(data[key], validate=True)
+        content = decompressor.decompress(compressed, expected + 1)
     except (ValueError, zlib.error) as error:
         raise ValueError(f"`{key}` is not zlib data in base64 ({error})") from error
-    if len(content) != size * item_size or not decompressor.eof or decompressor.unused_data:
-        raise ValueError(f"`{key}` must expand to {size * item_size} bytes")
-    return (
-        np.ascontiguousarray(np.frombuffer(content, np.uint8).reshape(item_size, size).T)
-        .view(dtype)
-        .reshape(size)
-    )
+    is_complete = decompressor.eof and not decompressor.unused_data
+    if len(content) != expected or not is_complete:
+        raise ValueError(f"`{key}` must expand to {expected} bytes")
+    planes = np.frombuffer(content, np.uint8).reshape(item_size, size)
+    return np.ascontiguousarray(planes.T).view(dtype).reshape(size)

@@ -108,6 +108,7 @@ class Settings(TypedDict, total=False):
     beta_2: Annotated[Number, _is("that of the optimizer, if it has one")]
     replicas: Annotated[PositiveInteger, _is("the number of replicas of all workers")]
     steps_per_execution: Annotated[PositiveInteger, _is("as in `compile`")]
+    replay: Annotated[bool, _is("whether `Monitor` was asked to replay batches")]
 
 
 class Header(TypedDict):

@@ -15,6 +15,10 @@ _MOST_BYTES = 2**26  # of the captured examples; but at least two examples
 _GOLDEN_RATIO = 0.618034
 
 Tensors = Sequence[tf.Tensor | tf.TensorSpec]
+# The dtype and shape of each tensor.
+Specs = list[tuple[tf.DType, tf.TensorShape]]
+_DENSE = (tf.Tensor, tf.TensorSpec)
+_COMPOSITES = (tf.SparseTensor, tf.SparseTensorSpec, tf.RaggedTensor, tf.RaggedTensorSpec)
 
 
 class StepInfo(NamedTuple):
@@ -49,7 +53,7 @@ class BatchVariables:
 
     def __init__(
         self,
-        specs: list[tuple[tf.DType, tf.TensorShape]],
+        specs: Specs,
         about: keras.Variable,
         index: int,
     ) -> None:
@@ -70,27 +74,26 @@ class BatchVariables:
         """
         copy = self._copy_all if is_whole else self._copy_examples
         rows = {tensor.shape[0] for tensor in tensors}
-        if len(rows - {None}) > 1:
+        is_ragged = len(rows - {None}) > 1
+        is_known = len(tensors) == 1 or None not in rows
+        if is_ragged:
             self._copy_ragged(tensors, info)
-        elif len(tensors) > 1 and None in rows:
-            sizes = [tf.cast(tf.shape(tensor)[0], tf.float32) for tensor in tensors]
+        elif is_known:
+            copy(tensors, info)
+        else:
+            sizes = tf.stack([tf.cast(tf.shape(each)[0], tf.float32) for each in tensors])
             tf.cond(
-                tf.reduce_max(tf.stack(sizes)) > tf.reduce_min(tf.stack(sizes)),
+                tf.reduce_max(sizes) > tf.reduce_min(sizes),
                 lambda: self._copy_ragged(tensors, info),
                 lambda: copy(_of_equal_rows(tensors), info),
             )
-        else:
-            copy(tensors, info)
 
     def read(self, rows: int) -> Any:
         """Returns the data that were copied last, of a number of rows if they are padded."""
-        dtypes = [dtype for dtype, _ in self.specs]
-        tensors = [
-            tf.cast(variable.value(), dtype)
-            for variable, dtype in zip(self._variables, dtypes, strict=True)
-        ]
-        if self._rows is not None:
-            tensors = [tensor[:rows] for tensor in tensors]
+        tensors = []
+        for variable, (dtype, _) in zip(self._variables, self.specs, strict=True):
+            tensor = tf.cast(variable.value(), dtype)
+            tensors.append(tensor if self._rows is None else tensor[:rows])
         return keras.tree.pack_sequence_as(self.structure, tensors)
 
     def forget(self) -> None:
@@ -132,9 +135,7 @@ class BatchVariables:
         self._about.assign(tf.stack([ops.cast(each, "float64") for each in about]))
 
 
-def variable_specs(
-    tensors: Tensors, is_xla: bool, whole_rows: int | None = None
-) -> list[tuple[tf.DType, tf.TensorShape]] | None:
+def variable_specs(tensors: Tensors, is_xla: bool, whole_rows: int | None = None) -> Specs | None:
     """Returns the specs of variables for the examples of such tensors, or `None` if there are none.
 
     XLA needs static shapes: there a smaller batch is padded, and tensors must not be known to have
@@ -144,8 +145,13 @@ def variable_specs(
         tensors: The tensors of a batch.
         is_xla: Whether XLA compiles the step.
         whole_rows: The rows of whole batches under XLA, instead of those of the examples.
+
+    Raises:
+        TypeError: If a tensor is sparse or ragged, or has another dtype than numbers and booleans.
     """
-    if not tensors or not all(_is_capturable(tensor, is_xla) for tensor in tensors):
+    for tensor in tensors:
+        _check_type(tensor)
+    if not tensors or not all(_has_known_shape(tensor, is_xla) for tensor in tensors):
         return None
     if not is_xla:
         return _specs(tensors, None)
@@ -157,23 +163,32 @@ def variable_specs(
     return specs if is_small(specs, whole_rows) else None
 
 
-def _specs(tensors: Tensors, rows: int | None) -> list[tuple[tf.DType, tf.TensorShape]]:
+def _specs(tensors: Tensors, rows: int | None) -> Specs:
     return [(each.dtype, tf.TensorShape([rows, *each.shape[1:]])) for each in tensors]
 
 
-def is_small(specs: Sequence[tuple[tf.DType, tf.TensorShape]], rows: int) -> bool:
+def is_small(specs: Specs, rows: int) -> bool:
     """Whether a number of rows of such tensors may be captured as a whole."""
     bytes_of_row = [(shape[1:].num_elements() or 0) * dtype.size for dtype, shape in specs]
     return rows * sum(bytes_of_row) <= _MOST_BYTES
 
 
-def _is_capturable(tensor: Any, is_xla: bool) -> bool:
-    if not isinstance(tensor, tf.Tensor | tf.TensorSpec) or not tensor.shape.rank:
-        return False
-    if is_xla and None in tensor.shape[1:]:
-        return False
-    dtype = tensor.dtype
+def _check_type(tensor: Any) -> None:
+    if isinstance(tensor, _COMPOSITES):
+        raise TypeError(f"it has a {type(tensor).__name__.removesuffix('Spec')}")
+    if isinstance(tensor, _DENSE) and not _is_of_numbers(tensor.dtype):
+        raise TypeError(f"it has a tensor of {tensor.dtype.name}")
+
+
+def _is_of_numbers(dtype: tf.DType) -> bool:
     return bool(dtype.is_floating or dtype.is_integer or dtype.is_bool)
+
+
+def _has_known_shape(tensor: Any, is_xla: bool) -> bool:
+    """Whether variables for examples of such a tensor can be created; not of `None`."""
+    if not isinstance(tensor, _DENSE) or not tensor.shape.rank:
+        return False
+    return not is_xla or None not in tensor.shape[1:]
 
 
 def _variable(dtype: tf.DType, shape: tf.TensorShape, is_reference: bool = False) -> tf.Variable:

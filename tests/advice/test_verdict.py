@@ -99,6 +99,11 @@ OPEN = {
         "(4 replicas); to find out: a run on one replica",
         {"replicas": 4},
     ),
+    "nothing captured": (
+        [row(1), *LATER],
+        "compared (none was captured); to find out: kmp.guard(optimizer, model) around",
+        {"replay": True},
+    ),
     "failed replay": (
         [row(1) | {"replay_error": "ValueError: no"}, *LATER],
         "(none could be replayed: ValueError: no); to find out: a training in float32",

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import types
 from pathlib import Path
+from typing import ClassVar
 
 import keras
 import numpy as np
@@ -93,19 +94,21 @@ def doubled(original):
     return lambda self: original(self) * 2
 
 
-@pytest.fixture
-def table():
-    """Patches of one method, for two reasons, whose replacement is in this module."""
-    module = f"{__name__}:"
-    row = Patch(
-        owner=f"{module}Owner",
+def row_of(owner):
+    """A patch of one method, for two reasons, whose replacement is in this module."""
+    return Patch(
+        owner=f"{__name__}:{owner.__name__}",
         name="double",
-        make=f"{module}doubled",
+        make=f"{__name__}:doubled",
         when=(Reason.ENABLED, Reason.CONVERSION),
         promise="it doubles",
     )
+
+
+@pytest.fixture
+def table():
     original = Owner.double
-    yield Patches([row])
+    yield Patches([row_of(Owner)])
     Owner.double = original
 
 
@@ -120,6 +123,32 @@ def test_patch_is_applied_from_the_first_reason_to_the_last(table):
     table.release(Reason.CONVERSION, second)
     table.release(Reason.CONVERSION, second)
     assert (Owner().double(), table.applied()) == (2, [])
+
+
+class Interrupting(type):
+    interrupts: ClassVar = []
+
+    def __setattr__(cls, name, value):
+        if Interrupting.interrupts:
+            raise Interrupting.interrupts.pop()
+        super().__setattr__(name, value)
+
+
+class Interrupted(metaclass=Interrupting):
+    def double(self):
+        return 2
+
+
+def test_patch_whose_application_is_interrupted_is_applied_by_the_next_reason():
+    table = Patches([row_of(Interrupted)])
+    Interrupting.interrupts.append(KeyboardInterrupt)
+    with pytest.raises(KeyboardInterrupt):
+        table.hold(Reason.ENABLED, "first")
+    assert (Interrupted().double(), table.applied()) == (2, [])
+    with table.holding(Reason.CONVERSION):
+        assert (Interrupted().double(), len(table.applied())) == (4, 1)
+    table.release(Reason.ENABLED, "first")
+    assert (Interrupted().double(), table.applied()) == (2, [])
 
 
 def test_patch_that_another_library_wraps_is_left_and_used_again(table):

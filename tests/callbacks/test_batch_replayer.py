@@ -270,6 +270,20 @@ def test_replay_that_fails_does_not_stop_the_training_which_warns_once():
     assert model.optimizer.snapshot().step == 4
 
 
+def test_batch_of_texts_is_not_replayed_and_the_verdict_says_why():
+    texts = keras.Input((1,), dtype="string")
+    vectors = layers.Embedding(8, 2)(layers.Hashing(8)(texts))
+    model = keras.Model(texts, layers.Dense(1)(layers.Flatten()(vectors)))
+    model.compile("sgd", "mse", jit_compile=False)
+    x, y = tf.constant([["a"], ["b"]] * 64), np.ones((128, 1), "float32")
+    (monitor,) = callbacks = defaults(every_n_steps=2)
+    with pytest.warns(UserWarning, match="captured .TypeError: it has a tensor of string"):
+        model.fit(x, y, verbose=0, callbacks=callbacks)
+    reason = "none could be replayed: a batch cannot be captured (TypeError: it has a tensor of str"
+    assert reason in kmp.advise(monitor.run).verdict
+    assert "replay=True" not in kmp.advise(monitor.run).verdict
+
+
 def test_zeros_are_replayed_at_the_end_with_each_optimizer():
     dead = layers.Dense(4, activation="relu", bias_initializer=keras.initializers.Constant(-100))
     model = sequential(dead, layers.Dense(1, dtype="float32"), run_eagerly=True)

@@ -6,6 +6,7 @@ import gc
 import itertools
 import json
 import os
+from pathlib import Path
 
 import keras
 import numpy as np
@@ -324,6 +325,13 @@ def test_log_dir_that_another_process_uses_raises_and_is_unchanged_until_that_pr
     assert not is_locked(tmp_path)  # while `last` exists
 
 
+def open_files(folder):
+    """The logs in a folder that this process has open."""
+    used = [os.path.realpath(file) for file in Path("/proc/self/fd").iterdir()]
+    return [name for name in used if name.startswith(str(folder)) and not name.endswith(".lock")]
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="needs a list of open files")
 def test_two_callbacks_in_one_folder_are_an_error(tmp_path):
     (tmp_path / "folder").mkdir()
     (tmp_path / "link").symlink_to("folder")
@@ -332,6 +340,7 @@ def test_two_callbacks_in_one_folder_are_an_error(tmp_path):
         ValueError, match="`log_dir` is in use by another callback.*Monitor writes all records"
     ):
         fit(compiled_model(run_eagerly=True), loggers)
+    assert open_files(tmp_path / "folder") == []
     fit(compiled_model(run_eagerly=True), loggers[1:], batches=4)
     assert logged_steps(tmp_path / "folder") == [1, 2, 4]
 

@@ -1,3 +1,5 @@
+import json
+
 import keras
 import numpy as np
 import pytest
@@ -8,11 +10,7 @@ from models import Cube, OwnStep
 
 import kmp
 from kmp.backend.keras_internals import is_passthrough, sublayers
-from kmp.callbacks import (
-    Monitor,
-    StuckError,
-    defaults,
-)
+from kmp.callbacks import LossScaleLogger, Monitor, StuckError, defaults
 from kmp.diagnosis.soundness import is_harmful
 from kmp.replay import replay_batch
 
@@ -60,9 +58,8 @@ def dtypes(model):
 
 def test_layer_that_overflows_is_set_to_float32_and_the_training_continues(tmp_path):
     model = overflowing(mode="steps_per_execution")
-    with pytest.warns(
-        UserWarning, match=r"cube.* to float32, and the training continues\. To make it perm"
-    ) as seen:
+    message = r"cube.* to float32, and the training continues at the loss scale 8192\. To make it"
+    with pytest.warns(UserWarning, match=message) as seen:
         train(model, defaults(tmp_path / "run"), epochs=2)
     # The cubes are beyond float16's maximum, so the layer that takes them has to compute in float32
     # too.
@@ -114,13 +111,44 @@ def test_scale_that_overflows_of_a_layer_have_lowered_returns_after_its_repair()
         root = layers.Lambda(lambda x: ops.sqrt(x + 1e-8), name="root")
         parts = layers.Dense(4, name="before"), root, layers.Dense(1, name="head")
         model = sequential(*parts, optimizer=keras.optimizers.SGD(0.0), run_eagerly=True)
-    with pytest.warns(UserWarning, match="'sequential.*/root' to float32"):
+    message = "'sequential.*/root' to float32, and the training continues at the loss scale 2. To"
+    with pytest.warns(UserWarning, match=message):
         model.fit(
             np.zeros((160, 4)), np.ones((160, 1)), batch_size=8, verbose=0, callbacks=defaults()
         )
     snapshot = model.optimizer.snapshot()
     assert 4 <= snapshot.overflow_count < 12
     assert snapshot.loss_scale == 2.0
+
+
+def test_layers_that_are_sound_only_below_a_fixed_loss_scale_keep_their_dtype():
+    with kmp.enable(loss_scale=2.0**60):
+        parts = Cube(name="cube"), layers.BatchNormalization(name="norm"), layers.Dense(1)
+        model = sequential(*parts, optimizer="adam", run_eagerly=True)
+    (monitor,) = callbacks = defaults(on_stuck="ignore")
+    train(model, callbacks, epochs=2)
+    assert len(monitor.run.replays[0][1].float32_layers) == 2  # sound at a smaller scale
+    assert monitor.run.last("fallback") is None
+    assert dtypes(model)["cube"] == "float16"
+
+
+@pytest.mark.parametrize("second", [Monitor, LossScaleLogger], ids=["Monitor", "logger"])
+def test_repair_of_one_callback_is_in_the_records_of_another_one(second, tmp_path):
+    model, callbacks = overflowing(), [Monitor(tmp_path / "a"), second(tmp_path / "b")]
+    with pytest.warns(UserWarning, match="set 'sequential.*/cube'.* to float32") as warned:
+        train(model, callbacks)
+    assert len(warned) == 1
+    first, other = (kmp.load_run(tmp_path / name) for name in "ab")
+    for key in ("fallback", "fallback_reason"):
+        assert first.last(key) == other.last(key) == callbacks[1].run.last(key) is not None
+    assert [found.cause for found in kmp.advise(other)][:1] == ["float32_fallback"]
+
+
+def test_callback_with_the_same_patience_does_not_stop_what_another_one_has_repaired(monkeypatch):
+    monkeypatch.setattr("kmp.callbacks.batch_replayer._MOST_REPLAYS", 0)
+    callbacks = [Monitor(patience=6), Monitor(patience=6, replay=False)]
+    with pytest.warns(UserWarning, match="At step 6 kmp set 'sequential.*/cube'"):
+        train(overflowing(), callbacks, epochs=2, height=1e4)
 
 
 class Curve(OwnStep):
@@ -304,6 +332,14 @@ def test_interrupted_training_resumes_with_the_layers_of_its_log_before_its_firs
     new = overflowing()
     train(new, defaults(tmp_path / "run"), epochs=1)
     assert new.optimizer.snapshot().overflow_count
+
+
+def test_repair_without_a_reason_in_the_log_is_repeated_without_one(tmp_path):
+    lines = {"schema": 1, "kind": "header"}, {"step": 0, "fallback": ["sequential/cube"]}
+    (tmp_path / "kmp.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    keras.utils.clear_session()
+    with pytest.warns(UserWarning, match="^As at step 0, before .* set 'sequential/cube' to float"):
+        train(overflowing(), defaults(tmp_path), epochs=1)
 
 
 def test_overflow_that_the_compiled_step_does_not_have_changes_no_layer():

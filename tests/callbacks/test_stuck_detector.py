@@ -91,6 +91,16 @@ def test_message_says_where_gradients_overflow_and_what_the_scale_does(
         assert re.search(part, str(caught.value)), part
 
 
+def test_message_says_why_several_replicas_have_no_replay(two_replicas):
+    with two_replicas.scope():
+        model = compiled_model()
+    with pytest.raises(StuckError) as caught:
+        fit_data(model, data(slice(0, 250)), defaults())
+    message = str(caught.value)
+    assert "no replay shows where (2 replicas); a run on one replica names the first" in message
+    assert "kmp.callbacks.defaults()" not in message
+
+
 def test_message_names_a_weight_with_nan():
     head = layers.Dense(2, name="head", bias_initializer=keras.initializers.Constant(np.nan))
     model = sequential(head, run_eagerly=True)

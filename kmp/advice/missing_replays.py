@@ -1,0 +1,55 @@
+"""Why batches of a run were not replayed, and what would show what a replay does."""
+
+from typing import NamedTuple
+
+from kmp.diagnosis import RunMetrics
+
+FLOAT32_TRAINING = "a training in float32 to compare with"
+_GUARD = "kmp.guard(optimizer, model) around the forward pass"
+
+
+class MissingReplays(NamedTuple):
+    """Why a run has no replays.
+
+    Attributes:
+        reason: Why, in a few words; empty if they are not known to have been asked for.
+        remedy: What would show as much.
+    """
+
+    reason: str
+    remedy: str
+
+
+def missing_replays(run: RunMetrics) -> MissingReplays:
+    """Returns why a run has no replays."""
+    error = run.run.last("replay_error")
+    if error:
+        return MissingReplays(f"none could be replayed: {error}", FLOAT32_TRAINING)
+    replicas = run.settings.get("replicas", 1)
+    if replicas > 1:
+        return MissingReplays(f"{replicas} replicas", "a run on one replica")
+    if run.settings.get("replay"):
+        remedy = f"{_GUARD} of a custom training loop; or {FLOAT32_TRAINING}"
+        return MissingReplays("none was captured", remedy)
+    asked = "replay=True in kmp.callbacks.defaults()"
+    in_loop = f"in a custom training loop {_GUARD}"
+    return MissingReplays("", f"{asked}, and {in_loop}; or {FLOAT32_TRAINING}")
+
+
+def how_to_find_layer(run: RunMetrics) -> str:
+    """Returns how to find the layer in which a NaN or Inf begins that no replay explains."""
+    in_float32 = "train in float32, to know whether float16 is the cause"
+    if run.replays:
+        return f"no replay shows where: {in_float32}"
+    missing = missing_replays(run)
+    if not missing.reason:
+        return (
+            "kmp.callbacks.defaults() replays such a batch, and names the first layer that is not"
+            " finite"
+        )
+    if missing.remedy == FLOAT32_TRAINING:
+        return f"no replay shows where, because {missing.reason}: {in_float32}"
+    return (
+        f"no replay shows where ({missing.reason}); {missing.remedy} names the first layer that is"
+        " not finite"
+    )
