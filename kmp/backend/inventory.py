@@ -125,6 +125,14 @@ PATCHES = (
     ),
     Patch(
         owner="keras:Model",
+        name="make_test_function",
+        make=f"{_PATCHES}:make_test_function_patch",
+        when=(Reason.ENABLED, Reason.IN_USE),
+        promise="metrics of a model that was loaded without `enable` get float32 tensors",
+        link="Metrics and added losses in 16 bits",
+    ),
+    Patch(
+        owner="keras:Model",
         name="fit",
         make=f"{_PATCHES}:fit_patch",
         when=(Reason.ENABLED, Reason.IN_USE),
@@ -132,12 +140,13 @@ PATCHES = (
         link="Callbacks see only the logs of those before them",
     ),
     Patch(
-        owner="keras:Model",
-        name="compute_metrics",
-        make=f"{_PATCHES}:compute_metrics_patch",
+        owner="keras:Metric",
+        name="__getattribute__",
+        make=f"{_PATCHES}:metric_attribute_patch",
         when=(Reason.ENABLED, Reason.IN_USE),
-        promise="metrics of 16-bit outputs are computed in float32",
+        promise="metrics get 16-bit tensors in float32, whatever code updates them",
         link="Metrics and added losses in 16 bits",
+        is_new=True,
     ),
     Patch(
         owner="keras:Layer",
@@ -348,6 +357,11 @@ PRIVATE_NAMES = (
         "keras.src.backend.common.symbolic_scope:in_symbolic_scope",
         "a look-up layer warns about indices in 16 bits",
         "does not warn",
+    ),
+    PrivateName(
+        "keras.src.backend.common.variables:AutocastScope",
+        "a metric that a layer updates adds up in float32",
+        "lets Keras cast the sums to the layer's compute dtype",
     ),
     PrivateName(
         "keras.src.backend.common.stateless_scope:in_stateless_scope",

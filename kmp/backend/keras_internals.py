@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar, cast
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 from kmp.backend.private_names import attribute, find, required
@@ -125,26 +126,28 @@ def attached_to(tensor: Any) -> dict[str, Any]:
     return {name: value for name, value in vars(tensor).items() if name.startswith("_keras")}
 
 
-def in_float32(tensors: Any) -> Any:
-    """Returns a structure with its 16-bit tensors and `KerasTensor`s in float32.
+def in_float32(values: Any) -> Any:
+    """Returns a structure with its 16-bit tensors, arrays and `KerasTensor`s in float32.
 
     Other values are unchanged. A tensor keeps its mask, which no public name has.
     """
+    return keras.tree.map_structure(_in_float32, values)
 
-    def converted(value: Any) -> Any:
-        if (
-            not hasattr(value, "dtype")
-            or keras.backend.standardize_dtype(value.dtype) not in DTYPES_16_BIT
-        ):
-            return value
-        if isinstance(value, keras.KerasTensor):
-            return keras.KerasTensor(value.shape, "float32", sparse=value.sparse)
-        result = keras.ops.cast(value, "float32")
-        if getattr(value, "_keras_mask", None) is not None:
-            result._keras_mask = value._keras_mask
-        return result
 
-    return keras.tree.map_structure(converted, tensors)
+def _in_float32(value: Any) -> Any:
+    dtype = getattr(value, "dtype", None)
+    # Not with `standardize_dtype`, which raises an error for arrays of strings and objects.
+    if getattr(dtype, "name", dtype) not in DTYPES_16_BIT:
+        return value
+    if isinstance(value, keras.KerasTensor):
+        return keras.KerasTensor(value.shape, "float32", sparse=value.sparse)
+    if isinstance(value, np.ndarray | np.generic):
+        return value.astype("float32")
+    result = keras.ops.cast(value, "float32")
+    mask = getattr(value, "_keras_mask", None)
+    if mask is not None:
+        result._keras_mask = mask
+    return result
 
 
 def uncast_value(variable: keras.Variable) -> tf.Tensor:
@@ -317,6 +320,12 @@ def is_symbolic() -> bool:
     """Whether Keras may call a layer only for the shapes and dtypes of its outputs."""
     in_symbolic_scope = find("keras.src.backend.common.symbolic_scope:in_symbolic_scope")
     return in_symbolic_scope is None or bool(in_symbolic_scope())
+
+
+def variables_uncast() -> contextlib.AbstractContextManager[Any]:
+    """Returns a context without the cast of variables to the dtype of the layer that is called."""
+    scope = find("keras.src.backend.common.variables:AutocastScope")
+    return contextlib.nullcontext() if scope is None else scope(None)
 
 
 def functional_input_cast() -> str | None:
