@@ -412,3 +412,25 @@ def rnn_states(layer: keras.Layer) -> list[keras.Variable]:
     """
     is_stateful = isinstance(layer, keras.layers.RNN) and layer.stateful and layer.built
     return keras.tree.flatten(layer.states) if is_stateful else []
+
+
+def tensorflow_variables(layer: keras.Layer) -> list[tf.Variable]:
+    """Returns the variables in the attributes of a layer that are TensorFlow's, not Keras'.
+
+    Also those in its lists, dictionaries and `tf.Module`s. Keras lists them nowhere.
+    """
+    found: list[tf.Variable] = []
+    for attribute_value in vars(layer).values():
+        for value in _items_of(attribute_value):
+            if isinstance(value, tf.Variable):
+                found.append(value)
+            elif isinstance(value, tf.Module):
+                found.extend(value.variables)
+    return found
+
+
+def _items_of(value: Any) -> Iterable[Any]:
+    """Returns the items of a list or dictionary, or the value alone."""
+    if isinstance(value, dict):
+        return value.values()
+    return value if isinstance(value, list | tuple) else [value]
