@@ -16,7 +16,7 @@ import tensorflow as tf
 
 from kmp.backend.private_names import attribute, find, required
 from kmp.backend.undo import Undos
-from kmp.utils.float_formats import DTYPES_16_BIT
+from kmp.utils.float_formats import DTYPES_16_BIT, FLOAT32
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 
@@ -392,6 +392,19 @@ def compute_dtypes(layer: keras.Layer) -> set[str]:
         sublayer.compute_dtype for sublayer in sublayers(layer) if not is_passthrough(sublayer)
     }
     return set(filter(keras.backend.is_float_dtype, dtypes))
+
+
+def float32_policy(layer: keras.Layer) -> keras.DTypePolicy:
+    """Returns the policy of a layer with float32 in place of 16 bits.
+
+    A quantized layer stays quantized: without that policy it takes its integers for weights.
+    """
+    policy = layer.dtype_policy
+    if isinstance(policy, keras.dtype_policies.DTypePolicyMap):
+        policy = policy[layer.path]
+    if policy.quantization_mode is None:
+        return keras.DTypePolicy(FLOAT32.name)
+    return type(policy).from_config({**policy.get_config(), "source_name": FLOAT32.name})
 
 
 def is_passthrough(layer: keras.Layer) -> bool:

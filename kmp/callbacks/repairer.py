@@ -9,6 +9,7 @@ from kmp.advice.diagnose import finding_of
 from kmp.backend.keras_internals import (
     computing_layers,
     direct_sublayers,
+    float32_policy,
     is_keras_class,
     is_passthrough,
     layers_in_16_bits,
@@ -25,7 +26,6 @@ from kmp.guarding.guarded_step import guarded_step_of
 from kmp.optimizer import LossScaleOptimizer
 from kmp.records import Replay
 from kmp.utils import user_messages
-from kmp.utils.float_formats import FLOAT32
 
 
 class Repairer:
@@ -113,8 +113,7 @@ class Repairer:
 
     def _proof(self, cure: Cure, changed: Sequence[keras.Layer]) -> Row | None:
         """Replays the batch with the cure. Returns the record of a sound replay."""
-        float32 = keras.DTypePolicy(FLOAT32.name)
-        policies = ((layer, float32) for layer in changed)
+        policies = ((layer, float32_policy(layer)) for layer in changed)
         with dtype_policies_replaced(policies):
             proof = self._replayer.replay_again(
                 self._recorder.previous,
@@ -148,7 +147,7 @@ class Repairer:
 
     def _set_to_float32(self, changed: Sequence[keras.Layer]) -> None:
         for layer in changed:
-            layer.dtype_policy = FLOAT32.name
+            layer.dtype_policy = float32_policy(layer)
         guard = guarded_step_of(self._model)
         if guard:
             guard.has_fallback = True

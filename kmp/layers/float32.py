@@ -26,8 +26,8 @@ class Float32(keras.Layer):
     of other dtypes pass through unchanged.
 
     Args:
-        layer: A layer, which is set to float32 together with its sublayers; or a function of
-            tensors. To save the model, register the function with
+        layer: A layer, which is set to float32 together with its sublayers, and stays quantized if
+            it is; or a function of tensors. To save the model, register the function with
             `keras.saving.register_keras_serializable`.
         **kwargs: Other arguments of `keras.Layer`, such as `name`. `dtype` must be float32 if
             given.
@@ -203,4 +203,4 @@ def _built_in_float32(layer: keras.Layer) -> Iterator[None]:
 
 def _set_float32(layer: keras.Layer) -> None:
     for sublayer in sublayers(layer):
-        sublayer.dtype_policy = keras.DTypePolicy("float32")
+        sublayer.dtype_policy = keras_internals.float32_policy(sublayer)

@@ -86,6 +86,30 @@ def test_layer_that_overflows_is_set_to_float32_and_the_training_continues(tmp_p
     assert np.isfinite(model(x)).all()
 
 
+class QuantizedCube(Cube):
+    """Has a part whose weights are integers."""
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.gate = layers.Dense(4, kernel_initializer="identity")
+        self.gate.build((None, 4))
+        self.gate.quantize("int4")
+
+    def call(self, x):
+        return super().call(self.gate(x))
+
+
+def test_quantized_part_of_a_repaired_layer_stays_quantized():
+    with kmp.enable():
+        layer = QuantizedCube(name="cube")
+    model = overflowing(layer)
+    train(model, defaults(), epochs=2)
+    assert dtypes(model)["cube"] == "float32"
+    assert (layer.gate.quantization_mode, layer.gate.compute_dtype) == ("int4", "float32")
+    x = np.full((2, 4), 8.0, "float32")
+    np.testing.assert_allclose(layer(x), x**3, rtol=0.1)
+
+
 def test_training_that_is_stuck_is_replayed_and_repaired_before_it_ends(monkeypatch):
     # Those of earlier overflows are used up.
     monkeypatch.setattr("kmp.callbacks.batch_replayer._MOST_REPLAYS", 0)
