@@ -44,6 +44,7 @@ class Patch:
 
 _PATCHES = "kmp.enabling.keras_patches"
 _INDICES = "kmp.enabling.exact_indices"
+_PLAIN_STATE = "kmp.optimizer.plain_state"
 _FIXES = "kmp.backend.trainer_fixes"
 _OVERRIDES = "kmp.backend.thread_overrides"
 _INTERNALS = "kmp.backend.tensorflow_internals"
@@ -172,6 +173,23 @@ PATCHES = (
         promise="`CategoryEncoding` gets exact indices in a graph",
         link="Float indices are rounded on their way to a look-up",
         is_new=True,
+    ),
+    Patch(
+        owner="keras:optimizers.Optimizer",
+        name="load_own_variables",
+        make=f"{_PLAIN_STATE}:load_own_variables_patch",
+        when=(Reason.ENABLED, Reason.IN_USE),
+        promise="the state of a plain optimizer loads into a wrapped one, and back",
+        link="Files of a plain optimizer and of a wrapped one",
+    ),
+    Patch(
+        owner="tensorflow:train.Checkpoint",
+        name="read",
+        make=f"{_PLAIN_STATE}:checkpoint_read_patch",
+        when=(Reason.ENABLED, Reason.IN_USE),
+        promise="a checkpoint of a plain optimizer is not read into a wrapped one",
+        since="TensorFlow 2.18",
+        link="Files of a plain optimizer and of a wrapped one",
     ),
     # While a guarded step is traced or runs eagerly.
     Patch(
