@@ -90,6 +90,30 @@ def producer_of(tensor: keras.KerasTensor) -> keras.Operation:
     return required(tensor, "keras:KerasTensor._keras_history").operation
 
 
+def without_wrong_sparsity(tensors: Any) -> Any:
+    """Returns a structure with the `KerasTensor`s that are not sparse marked as dense.
+
+    Keras 3.15 takes each number for a sparse tensor, so a dense `x * 2.0` too.
+    """
+
+    def marked(value: Any) -> Any:
+        if not isinstance(value, keras.KerasTensor) or not value.sparse or _is_sparse(value):
+            return value
+        return keras.KerasTensor(value.shape, value.dtype)
+
+    return keras.tree.map_structure(marked, tensors)
+
+
+def _is_sparse(tensor: keras.KerasTensor) -> bool:
+    """Whether a tensor that is marked as sparse comes from a sparse one."""
+    history = attribute(tensor, "keras:KerasTensor._keras_history")
+    # What a layer returned was traced.
+    if history is None or isinstance(history.operation, keras.Layer):
+        return True
+    sources = calls_of(history.operation)[history.node_index].input_tensors
+    return any(source.sparse and _is_sparse(source) for source in sources)
+
+
 def is_input_of(layer: keras.Layer, consumer: keras.Layer) -> bool:
     """Whether another layer, and nothing else, takes the outputs of a layer in a graph."""
     nodes = attribute(layer, "keras:Layer._outbound_nodes", [])

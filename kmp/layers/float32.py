@@ -99,8 +99,8 @@ class Float32(keras.Layer):
     def compute_output_spec(
         self, inputs: Any, *args: Any, training: bool | None = None, **kwargs: Any
     ) -> Any:
-        # By default, Keras traces `call`, which also builds it, and Keras 3.15 traces a dense `x *
-        # 2.0` as sparse.
+        inputs, args, kwargs = keras_internals.without_wrong_sparsity((inputs, args, kwargs))
+        # By default, Keras traces `call`, which also builds it.
         if not isinstance(self.layer, keras.Layer) or not self.layer.built:
             return super().compute_output_spec(inputs, *args, training=training, **kwargs)
         inputs, args, kwargs = keras_internals.in_float32((inputs, args, kwargs))
