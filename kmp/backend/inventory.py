@@ -443,6 +443,12 @@ PRIVATE_NAMES = (
         "records them",
     ),
     PrivateName(
+        "tensorflow.python.eager.polymorphic_function.polymorphic_function:Function"
+        "._list_all_concrete_functions",
+        "the warning of a repair names the `tf.function`s that have to be created again",
+        "names none",
+    ),
+    PrivateName(
         "tensorflow:Tensor._handle_data",
         "a replay restores variables of TensorFlow that a training step uses",
         "does not replay batches",

@@ -18,11 +18,11 @@ from kmp.backend.keras_internals import (
 from kmp.backend.thread_overrides import dtype_policies_replaced
 from kmp.callbacks.batch_replayer import BatchReplayer
 from kmp.callbacks.recorder import Recorder
+from kmp.callbacks.retracing import models_with, trace_again, traced_by_user
 from kmp.callbacks.training_records import Row
 from kmp.diagnosis import Cure, RunMetrics, cure_of
 from kmp.diagnosis.precision_causes import Repaired
 from kmp.diagnosis.soundness import is_harmful
-from kmp.guarding.guarded_step import guarded_step_of
 from kmp.optimizer import LossScaleOptimizer
 from kmp.records import Replay
 from kmp.utils import user_messages
@@ -148,12 +148,7 @@ class Repairer:
     def _set_to_float32(self, changed: Sequence[keras.Layer]) -> None:
         for layer in changed:
             layer.dtype_policy = float32_policy(layer)
-        guard = guarded_step_of(self._model)
-        if guard:
-            guard.has_fallback = True
-        self._model.make_train_function(force=True)
-        # Traced again when they are used.
-        self._model.test_function = self._model.predict_function = None
+        trace_again(models_with(changed))
 
     def _warn(
         self,
@@ -165,9 +160,10 @@ class Repairer:
     ) -> None:
         change = finding.change.replace("\n", "\n  ")
         names = ", ".join(map(repr, paths))
+        limits = _not_in_files(self._model, changed) + _still_in_16_bits(changed)
         user_messages.warn(
             f"{reason} {when} kmp set {names} to float32, and the training continues. To make it"
-            f" permanent:\n  {change}{_not_in_files(self._model, changed)}"
+            f" permanent:\n  {change}{limits}"
         )
 
 
@@ -190,4 +186,15 @@ def _not_in_files(model: keras.Model, changed: Sequence[keras.Layer]) -> str:
     return (
         f"\nA saved file keeps this for {names} only if the config of {classes} contains it: make"
         " the change before you load the file."
+    )
+
+
+def _still_in_16_bits(changed: Sequence[keras.Layer]) -> str:
+    """Returns a sentence about functions of the user that compute with the earlier policy."""
+    names = traced_by_user(models_with(changed))
+    if not names:
+        return ""
+    return (
+        f"\nCreate these `tf.function`s again, which were traced before:"
+        f" {', '.join(map(repr, names))}. The functions of models are traced again without you."
     )
