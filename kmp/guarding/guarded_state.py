@@ -78,14 +78,13 @@ def states_of(layers: Iterable[keras.Layer]) -> list[Variable]:
 
 
 def _is_assignable(variable: tf.Variable) -> bool:
-    """Whether a step may assign a variable of TensorFlow a value of its shape."""
+    """Whether a variable of TensorFlow keeps its value if that is assigned to it."""
     if not variable.shape.is_fully_defined():
         return False
-    is_reduced = variable.aggregation != tf.VariableAggregation.NONE
+    is_summed = variable.aggregation == tf.VariableAggregation.SUM
     is_local = variable.synchronization == tf.VariableSynchronization.ON_READ
-    # On several replicas, TensorFlow lets a step assign no others.
     replicas = tf.distribute.get_strategy().num_replicas_in_sync
-    return replicas == 1 or is_reduced or is_local
+    return replicas == 1 or is_local or not is_summed
 
 
 def _weights_of(layers: Iterable[keras.Layer]) -> list[keras.Variable]:

@@ -242,22 +242,30 @@ def test_variables_of_tensorflow_in_a_layer_are_restored(mode, is_built):
     assert means[0] != 0.0
 
 
-def test_constant_of_tensorflow_in_a_layer_trains_on_several_replicas(two_replicas):
-    class Table(keras.Layer):
+def test_variables_of_tensorflow_are_restored_on_several_replicas(two_replicas):
+    class State(keras.Layer):
         def __init__(self):
             super().__init__()
-            self.table = tf.Variable([2.0])
+            self.mean = tf.Variable([2.0])
+            self.constant = tf.Variable([2.0], aggregation=tf.VariableAggregation.SUM)
+            self.any_shape = tf.Variable([2.0], shape=tf.TensorShape(None))
 
         def call(self, x):
-            return x * tf.cast(self.table, x.dtype)
+            self.mean.assign(0.5 * self.mean + tf.reduce_mean(tf.cast(x, "float32")))
+            return x * tf.cast(self.constant, x.dtype)
 
     with two_replicas.scope():
-        layers = [keras.Input((4,)), Table(), keras.layers.Dense(3), kmp.layers.Softmax()]
+        state = State()
+        layers = [keras.Input((4,)), state, keras.layers.Dense(3), kmp.layers.Softmax()]
         model = keras.Sequential(layers)
         model.compile("sgd", "sparse_categorical_crossentropy")
     fit(model, np.nan)
     assert model.optimizer.snapshot().overflow_count == 1
-    np.testing.assert_array_equal(model.layers[0].table.numpy(), [2.0])
+    for variable in (state.mean, state.constant):
+        for value in two_replicas.experimental_local_results(variable):
+            np.testing.assert_array_equal(value, [2.0])
+    fit(model)
+    assert state.mean.numpy() != 2.0
 
 
 class TwoOptimizers(keras.Model):
