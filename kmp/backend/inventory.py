@@ -44,6 +44,7 @@ class Patch:
 
 _PATCHES = "kmp.enabling.keras_patches"
 _INDICES = "kmp.enabling.exact_indices"
+_PLAIN_STATE = "kmp.optimizer.plain_state"
 _FIXES = "kmp.backend.trainer_fixes"
 _OVERRIDES = "kmp.backend.thread_overrides"
 _INTERNALS = "kmp.backend.tensorflow_internals"
@@ -138,6 +139,14 @@ PATCHES = (
     ),
     Patch(
         owner="keras:Model",
+        name="make_test_function",
+        make=f"{_PATCHES}:make_test_function_patch",
+        when=(Reason.ENABLED, Reason.IN_USE),
+        promise="metrics of a model that was loaded without `enable` get float32 tensors",
+        link="Metrics and added losses in 16 bits",
+    ),
+    Patch(
+        owner="keras:Model",
         name="fit",
         make=f"{_PATCHES}:fit_patch",
         when=(Reason.ENABLED, Reason.IN_USE),
@@ -145,12 +154,13 @@ PATCHES = (
         link="Callbacks see only the logs of those before them",
     ),
     Patch(
-        owner="keras:Model",
-        name="compute_metrics",
-        make=f"{_PATCHES}:compute_metrics_patch",
+        owner="keras:Metric",
+        name="__getattribute__",
+        make=f"{_PATCHES}:metric_attribute_patch",
         when=(Reason.ENABLED, Reason.IN_USE),
-        promise="metrics of 16-bit outputs are computed in float32",
+        promise="metrics get 16-bit tensors in float32, whatever code updates them",
         link="Metrics and added losses in 16 bits",
+        is_new=True,
     ),
     Patch(
         owner="keras:Layer",
@@ -184,6 +194,23 @@ PATCHES = (
         promise="`CategoryEncoding` gets exact indices in a graph",
         link="Float indices are rounded on their way to a look-up",
         is_new=True,
+    ),
+    Patch(
+        owner="keras:optimizers.Optimizer",
+        name="load_own_variables",
+        make=f"{_PLAIN_STATE}:load_own_variables_patch",
+        when=(Reason.ENABLED, Reason.IN_USE),
+        promise="the state of a plain optimizer loads into a wrapped one, and back",
+        link="Files of a plain optimizer and of a wrapped one",
+    ),
+    Patch(
+        owner="tensorflow:train.Checkpoint",
+        name="read",
+        make=f"{_PLAIN_STATE}:checkpoint_read_patch",
+        when=(Reason.ENABLED, Reason.IN_USE),
+        promise="a checkpoint of a plain optimizer is not read into a wrapped one",
+        since="TensorFlow 2.18",
+        link="Files of a plain optimizer and of a wrapped one",
     ),
     # While a guarded step is traced or runs eagerly.
     Patch(
@@ -366,6 +393,11 @@ PRIVATE_NAMES = (
         "does not warn",
     ),
     PrivateName(
+        "keras.src.backend.common.variables:AutocastScope",
+        "a metric that a layer updates adds up in float32",
+        "lets Keras cast the sums to the layer's compute dtype",
+    ),
+    PrivateName(
         "keras.src.backend.common.stateless_scope:in_stateless_scope",
         "a step without an overflow does not write what only a skipped step needs",
         "writes the old values without a branch",
@@ -425,6 +457,12 @@ PRIVATE_NAMES = (
         "tensorflow.python.eager.record:stop_recording",
         "a replay needs no memory for the gradients of what it only measures",
         "records them",
+    ),
+    PrivateName(
+        "tensorflow.python.eager.polymorphic_function.polymorphic_function:Function"
+        "._list_all_concrete_functions",
+        "the warning of a repair names the `tf.function`s that have to be created again",
+        "names none",
     ),
     PrivateName(
         "tensorflow:Tensor._handle_data",

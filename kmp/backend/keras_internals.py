@@ -11,11 +11,12 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar, cast
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 from kmp.backend.private_names import attribute, find, required
 from kmp.backend.undo import Undos
-from kmp.utils.float_formats import DTYPES_16_BIT
+from kmp.utils.float_formats import DTYPES_16_BIT, FLOAT32
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 
@@ -89,6 +90,30 @@ def producer_of(tensor: keras.KerasTensor) -> keras.Operation:
     return required(tensor, "keras:KerasTensor._keras_history").operation
 
 
+def without_wrong_sparsity(tensors: Any) -> Any:
+    """Returns a structure with the `KerasTensor`s that are not sparse marked as dense.
+
+    Keras 3.15 takes each number for a sparse tensor, so a dense `x * 2.0` too.
+    """
+
+    def marked(value: Any) -> Any:
+        if not isinstance(value, keras.KerasTensor) or not value.sparse or _is_sparse(value):
+            return value
+        return keras.KerasTensor(value.shape, value.dtype)
+
+    return keras.tree.map_structure(marked, tensors)
+
+
+def _is_sparse(tensor: keras.KerasTensor) -> bool:
+    """Whether a tensor that is marked as sparse comes from a sparse one."""
+    history = attribute(tensor, "keras:KerasTensor._keras_history")
+    # What a layer returned was traced.
+    if history is None or isinstance(history.operation, keras.Layer):
+        return True
+    sources = calls_of(history.operation)[history.node_index].input_tensors
+    return any(source.sparse and _is_sparse(source) for source in sources)
+
+
 def is_input_of(layer: keras.Layer, consumer: keras.Layer) -> bool:
     """Whether another layer, and nothing else, takes the outputs of a layer in a graph."""
     nodes = attribute(layer, "keras:Layer._outbound_nodes", [])
@@ -125,26 +150,28 @@ def attached_to(tensor: Any) -> dict[str, Any]:
     return {name: value for name, value in vars(tensor).items() if name.startswith("_keras")}
 
 
-def in_float32(tensors: Any) -> Any:
-    """Returns a structure with its 16-bit tensors and `KerasTensor`s in float32.
+def in_float32(values: Any) -> Any:
+    """Returns a structure with its 16-bit tensors, arrays and `KerasTensor`s in float32.
 
     Other values are unchanged. A tensor keeps its mask, which no public name has.
     """
+    return keras.tree.map_structure(_in_float32, values)
 
-    def converted(value: Any) -> Any:
-        if (
-            not hasattr(value, "dtype")
-            or keras.backend.standardize_dtype(value.dtype) not in DTYPES_16_BIT
-        ):
-            return value
-        if isinstance(value, keras.KerasTensor):
-            return keras.KerasTensor(value.shape, "float32", sparse=value.sparse)
-        result = keras.ops.cast(value, "float32")
-        if getattr(value, "_keras_mask", None) is not None:
-            result._keras_mask = value._keras_mask
-        return result
 
-    return keras.tree.map_structure(converted, tensors)
+def _in_float32(value: Any) -> Any:
+    dtype = getattr(value, "dtype", None)
+    # Not with `standardize_dtype`, which raises an error for arrays of strings and objects.
+    if getattr(dtype, "name", dtype) not in DTYPES_16_BIT:
+        return value
+    if isinstance(value, keras.KerasTensor):
+        return keras.KerasTensor(value.shape, "float32", sparse=value.sparse)
+    if isinstance(value, np.ndarray | np.generic):
+        return value.astype("float32")
+    result = keras.ops.cast(value, "float32")
+    mask = getattr(value, "_keras_mask", None)
+    if mask is not None:
+        result._keras_mask = mask
+    return result
 
 
 def uncast_value(variable: keras.Variable) -> tf.Tensor:
@@ -319,6 +346,12 @@ def is_symbolic() -> bool:
     return in_symbolic_scope is None or bool(in_symbolic_scope())
 
 
+def variables_uncast() -> contextlib.AbstractContextManager[Any]:
+    """Returns a context without the cast of variables to the dtype of the layer that is called."""
+    scope = find("keras.src.backend.common.variables:AutocastScope")
+    return contextlib.nullcontext() if scope is None else scope(None)
+
+
 def layers_by_path(model: keras.Model) -> dict[str, keras.Layer]:
     """Returns a model's layers by path, with those in nested models and custom layers.
 
@@ -376,6 +409,19 @@ def compute_dtypes(layer: keras.Layer) -> set[str]:
     return set(filter(keras.backend.is_float_dtype, dtypes))
 
 
+def float32_policy(layer: keras.Layer) -> keras.DTypePolicy:
+    """Returns the policy of a layer with float32 in place of 16 bits.
+
+    A quantized layer stays quantized: without that policy it takes its integers for weights.
+    """
+    policy = layer.dtype_policy
+    if isinstance(policy, keras.dtype_policies.DTypePolicyMap):
+        policy = policy[layer.path]
+    if policy.quantization_mode is None:
+        return keras.DTypePolicy(FLOAT32.name)
+    return type(policy).from_config({**policy.get_config(), "source_name": FLOAT32.name})
+
+
 def is_passthrough(layer: keras.Layer) -> bool:
     """Whether a layer computes nothing itself.
 
@@ -394,3 +440,25 @@ def rnn_states(layer: keras.Layer) -> list[keras.Variable]:
     """
     is_stateful = isinstance(layer, keras.layers.RNN) and layer.stateful and layer.built
     return keras.tree.flatten(layer.states) if is_stateful else []
+
+
+def tensorflow_variables(layer: keras.Layer) -> list[tf.Variable]:
+    """Returns the variables in the attributes of a layer that are TensorFlow's, not Keras'.
+
+    Also those in its lists, dictionaries and `tf.Module`s. Keras lists them nowhere.
+    """
+    found: list[tf.Variable] = []
+    for attribute_value in vars(layer).values():
+        for value in _items_of(attribute_value):
+            if isinstance(value, tf.Variable):
+                found.append(value)
+            elif isinstance(value, tf.Module):
+                found.extend(value.variables)
+    return found
+
+
+def _items_of(value: Any) -> Iterable[Any]:
+    """Returns the items of a list or dictionary, or the value alone."""
+    if isinstance(value, dict):
+        return value.values()
+    return value if isinstance(value, list | tuple) else [value]

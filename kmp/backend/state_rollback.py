@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 
-from kmp.backend.keras_internals import sublayers
+from kmp.backend.keras_internals import sublayers, tensorflow_variables
 from kmp.backend.private_names import attribute
 from kmp.backend.undo import Undos
 
@@ -65,14 +65,12 @@ def state_restored(
     context and do not reach the variable, so nothing is lost if the pass is interrupted. Yields the
     scope that has them.
     """
-    values = [value for layer in sublayers(model) for value in vars(layer).values()]
-    own = [value.state if isinstance(value, tf.random.Generator) else value for value in values]
     saved = [(variable.assign, variable.read()) for variable in variables]
-    saved += [
-        (variable.assign, tf.identity(variable))
-        for variable in own
-        if isinstance(variable, tf.Variable)
-    ]
+    for layer in sublayers(model):
+        values = vars(layer).values()
+        states = [each.state for each in values if isinstance(each, tf.random.Generator)]
+        for state in (*states, *tensorflow_variables(layer)):
+            saved.append((state.assign, tf.identity(state)))
     scope = keras.StatelessScope(collect_losses=True)
     with Undos() as undos, undos.first_attempt():
         for assign, value in saved:

@@ -300,3 +300,15 @@ def _has_tensor_float_32() -> bool:
         if details.get("compute_capability", (8, 0)) >= (8, 0):
             return True
     return False
+
+
+def traces_of(function: Any) -> list[Any]:
+    """Returns the concrete functions of a `tf.function`, one for each trace.
+
+    TensorFlow 2.21 has no public name for them.
+    """
+    list_all = find(
+        "tensorflow.python.eager.polymorphic_function.polymorphic_function:Function"
+        "._list_all_concrete_functions"
+    )
+    return [] if list_all is None else list(list_all(function))

@@ -9,6 +9,7 @@ from kmp.advice.diagnose import finding_of
 from kmp.backend.keras_internals import (
     computing_layers,
     direct_sublayers,
+    float32_policy,
     is_keras_class,
     is_passthrough,
     layers_in_16_bits,
@@ -17,6 +18,7 @@ from kmp.backend.keras_internals import (
 from kmp.backend.thread_overrides import dtype_policies_replaced
 from kmp.callbacks.batch_replayer import BatchReplayer
 from kmp.callbacks.recorder import Recorder
+from kmp.callbacks.retracing import models_with, trace_again, traced_by_user
 from kmp.callbacks.training_records import Row
 from kmp.diagnosis import Cure, RunMetrics, cure_of
 from kmp.diagnosis.precision_causes import Repaired
@@ -25,7 +27,6 @@ from kmp.guarding.guarded_step import Repair, guarded_step_of
 from kmp.optimizer import LossScaleOptimizer
 from kmp.records import Replay
 from kmp.utils import user_messages
-from kmp.utils.float_formats import FLOAT32
 
 
 class Repairer:
@@ -116,8 +117,7 @@ class Repairer:
 
     def _proof(self, cure: Cure, changed: Sequence[keras.Layer]) -> Row | None:
         """Replays the batch with the cure. Returns the record of a sound replay."""
-        float32 = keras.DTypePolicy(FLOAT32.name)
-        policies = ((layer, float32) for layer in changed)
+        policies = ((layer, float32_policy(layer)) for layer in changed)
         usable = cure.replay.gradients.usable_scale
         if usable is not None:
             # The training cannot go on below the minimum; a fixed scale is its own one.
@@ -161,13 +161,11 @@ class Repairer:
 
     def _set_to_float32(self, changed: Sequence[keras.Layer], repair: Repair) -> None:
         for layer in changed:
-            layer.dtype_policy = FLOAT32.name
+            layer.dtype_policy = float32_policy(layer)
         guard = guarded_step_of(self._model)
         if guard:
             guard.repairs.append(repair)
-        self._model.make_train_function(force=True)
-        # Traced again when they are used.
-        self._model.test_function = self._model.predict_function = None
+        trace_again(models_with(changed))
 
     def _warn(
         self,
@@ -181,9 +179,10 @@ class Repairer:
         change = finding.change.replace("\n", "\n  ")
         names = ", ".join(map(repr, paths))
         begin = f"{reason} {when}".lstrip()  # a log of another program may have no reason
+        limits = _not_in_files(self._model, changed) + _still_in_16_bits(changed)
         user_messages.warn(
             f"{begin} kmp set {names} to float32, and {continues}. To make it"
-            f" permanent:\n  {change}{_not_in_files(self._model, changed)}"
+            f" permanent:\n  {change}{limits}"
         )
 
 
@@ -206,4 +205,15 @@ def _not_in_files(model: keras.Model, changed: Sequence[keras.Layer]) -> str:
     return (
         f"\nA saved file keeps this for {names} only if the config of {classes} contains it: make"
         " the change before you load the file."
+    )
+
+
+def _still_in_16_bits(changed: Sequence[keras.Layer]) -> str:
+    """Returns a sentence about functions of the user that compute with the earlier policy."""
+    names = traced_by_user(models_with(changed))
+    if not names:
+        return ""
+    return (
+        f"\nCreate these `tf.function`s again, which were traced before:"
+        f" {', '.join(map(repr, names))}. The functions of models are traced again without you."
     )

@@ -9,7 +9,8 @@ from typing import Any
 import keras
 from keras import ops
 
-from kmp.backend.keras_internals import rnn_states
+from kmp.backend.keras_internals import rnn_states, tensorflow_variables
+from kmp.utils import user_messages
 
 Pair = tuple[Any, Any]  # an original and its clone
 
@@ -54,6 +55,7 @@ def _copy_other_state(before: keras.Layer, after: keras.Layer) -> None:
     """Copies the state of a layer that is not in its variables, or that it saves in its own way."""
     for source, target in zip(rnn_states(before), rnn_states(after), strict=True):
         target.assign(source)
+    _copy_tensorflow_variables(before, after)
     if type(before).load_own_variables is not keras.Layer.load_own_variables:
         store: dict[str, Any] = {}
         before.save_own_variables(store)
@@ -63,3 +65,15 @@ def _copy_other_state(before: keras.Layer, after: keras.Layer) -> None:
         with tempfile.TemporaryDirectory() as folder:
             before.save_assets(folder)
             after.load_assets(folder)
+
+
+def _copy_tensorflow_variables(before: keras.Layer, after: keras.Layer) -> None:
+    sources, targets = tensorflow_variables(before), tensorflow_variables(after)
+    if [source.shape for source in sources] != [target.shape for target in targets]:
+        user_messages.warn(
+            f"The variables of TensorFlow in {type(before).__name__} {before.name!r} are not copied"
+            " to the new model: the layer that its `get_config` returns has others."
+        )
+        return
+    for source, target in zip(sources, targets, strict=True):
+        target.assign(source)

@@ -8,7 +8,7 @@ import functools
 import inspect
 from collections.abc import Callable
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import keras
 
@@ -30,9 +30,11 @@ from kmp.layers.float32_classes import keep_in_float32, selected_classes
 from kmp.layers.fused_normalization import fuse_normalization
 from kmp.optimizer import LossScaleOptimizer
 from kmp.utils import user_messages
-from kmp.utils.float_formats import FLOAT16
+from kmp.utils.float_formats import DTYPES_16_BIT, FLOAT16
 
 _policy_at_compile: WeakKeyDictionary[keras.Model, str] = WeakKeyDictionary()
+# Those that kmp has managed when they were compiled, trained or evaluated.
+_managed_models: WeakSet[keras.Model] = WeakSet()
 
 
 def _is_managed(model: keras.Layer) -> bool:
@@ -107,6 +109,7 @@ def _computes_in_float16(model: keras.Model) -> bool:
 
 def _note_compiled(model: keras.Model) -> None:
     """Does what follows `compile` under `enable`."""
+    _managed_models.add(model)
     if isinstance(model.optimizer, LossScaleOptimizer):
         guard_train_step(model)
     settings = current_settings()
@@ -126,6 +129,7 @@ def make_train_function_patch(original: Callable[..., None]) -> Callable[..., No
         if not _is_managed(self):
             original(self, force)
             return
+        _managed_models.add(self)
         is_new = False
         # `train_on_batch` calls this in each step: the search for optimizers is for a model that
         # has no guard.
@@ -138,6 +142,18 @@ def make_train_function_patch(original: Callable[..., None]) -> Callable[..., No
             self.train_function = _prepared(self, self.train_function)
 
     return make_train_function
+
+
+def make_test_function_patch(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Patches `make_test_function` to know models that were loaded without `enable`."""
+
+    @functools.wraps(original)
+    def make_test_function(self: keras.Model, force: bool = False) -> Any:
+        if _is_managed(self):
+            _managed_models.add(self)
+        return original(self, force)
+
+    return make_test_function
 
 
 def _prepared(model: keras.Model, train_function: Callable[[Any], Any]) -> Callable[[Any], Any]:
@@ -184,21 +200,53 @@ def losses_patch(original: property) -> property:
     return property(losses, doc=original.__doc__)
 
 
-def compute_metrics_patch(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Patches `compute_metrics` to compute in float32.
+def metric_attribute_patch(original: Callable[..., Any] | None) -> Callable[..., Any]:
+    """Patches the attributes of metrics to update and compute them in float32.
 
-    In float16 a squared error overflows, and top-k metrics have no kernel.
+    In float16 a squared error overflows, and top-k metrics have no kernel. Each class of metrics
+    has its own methods, which `compute_metrics`, a `train_step`, a layer or a loop may call.
+    """
+    read: Any = original or object.__getattribute__
+
+    def __getattribute__(self: keras.Metric, name: str) -> Any:  # noqa: N807
+        value = read(self, name)
+        if name not in ("update_state", "result") or not _is_managed_metric(self):
+            return value
+        return _computing_in_float32(value)
+
+    return __getattribute__
+
+
+def _is_managed_metric(metric: keras.Metric) -> bool:
+    """Whether kmp is enabled, or a model that kmp manages has the metric.
+
+    A metric with a 16-bit dtype computes in it.
+    """
+    # A metric has no dtype before its `__init__`.
+    if getattr(metric, "dtype", None) in DTYPES_16_BIT:
+        return False
+    if active:
+        return True
+    for model in filter(_is_managed, list(_managed_models)):
+        # A property of the user may fail before the user's own `compile` has ended.
+        if any(metric is each for each in getattr(model, "metrics", ())):
+            return True
+    return False
+
+
+def _computing_in_float32(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a method of a metric with 16-bit arguments cast to float32.
+
+    In the `call` of a layer, Keras would also cast the sums of the metric to 16 bits.
     """
 
-    @functools.wraps(original)
-    def compute_metrics(
-        self: keras.Model, x: Any, y: Any, y_pred: Any, sample_weight: Any = None
-    ) -> Any:
-        if _is_managed(self):
-            y_pred = keras_internals.in_float32(y_pred)
-        return original(self, x, y, y_pred, sample_weight)
+    @functools.wraps(method)
+    def compute(*args: Any, **kwargs: Any) -> Any:
+        args, kwargs = keras_internals.in_float32((args, kwargs))
+        with keras_internals.variables_uncast():
+            return method(*args, **kwargs)
 
-    return compute_metrics
+    return compute
 
 
 def fit_patch(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -17,7 +17,7 @@ from kmp.backend.patching import patches
 class SavedValue(NamedTuple):
     """A variable and the value that it had."""
 
-    variable: keras.Variable
+    variable: keras.Variable | tf.Variable
     value: Any
 
 
@@ -93,9 +93,10 @@ class CreationRecord:
         self._values[id(variable)] = tf.identity(tf.cast(value, variable.dtype))
         return variable
 
-    def initial(self, variable: keras.Variable) -> SavedValue:
+    def initial(self, variable: keras.Variable | tf.Variable) -> SavedValue:
         """Returns a variable that was created in the context, with its initial value."""
-        value = self._values.get(id(variable.value))
+        created = variable.value if isinstance(variable, keras.Variable) else variable
+        value = self._values.get(id(created))
         if value is not None:
             return SavedValue(variable, value)
         # It was created outside the graph, which has not run yet: the current value is the initial

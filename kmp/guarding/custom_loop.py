@@ -23,9 +23,10 @@ def guard(optimizer: LossScaleOptimizer, *layers: keras.Layer) -> Iterator[None]
     the forward pass, before an overflow of the gradients can be detected.
 
     Restores, on each replica, the float weights created with `trainable=False`, the states of
-    stateful RNNs, and trainable weights to which code other than the optimizer assigns a value, as
-    `keras.layers.SpectralNormalization` and sharpness-aware minimization do; not those assigned in
-    a branch or loop of the graph. Does not restore random seeds and integer variables.
+    stateful RNNs, each float `tf.Variable` in an attribute of a layer, and trainable weights to
+    which code other than the optimizer assigns a value, as `keras.layers.SpectralNormalization` and
+    sharpness-aware minimization do; not those assigned in a branch or loop of the graph. Does not
+    restore random seeds and integer variables.
 
     Args:
         optimizer: The `kmp.LossScaleOptimizer` whose `apply` is called in the context.

@@ -2,17 +2,20 @@
 
 import contextlib
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import keras
+import tensorflow as tf
 from keras import ops
 
 from kmp.backend import keras_internals, xla
-from kmp.backend.keras_internals import rnn_states, sublayers
+from kmp.backend.keras_internals import rnn_states, sublayers, tensorflow_variables
 from kmp.backend.xla import call_if
 from kmp.guarding.assignments import SavedValue, assignments_recorded, creations_recorded
 from kmp.guarding.step_result import StepResult, StepWatch
 from kmp.optimizer import LossScaleOptimizer
+
+Variable: TypeAlias = keras.Variable | tf.Variable
 
 
 class GuardedState:
@@ -60,16 +63,28 @@ class GuardedState:
         return [self._created.initial(each) for each in now if id(each) not in before]
 
 
-def states_of(layers: Iterable[keras.Layer]) -> list[keras.Variable]:
+def states_of(layers: Iterable[keras.Layer]) -> list[Variable]:
     """Returns the float variables that the forward pass of layers may assign, once each."""
-    found: dict[int, keras.Variable] = {}
+    found: dict[int, Variable] = {}
     for layer in _all_layers(layers):
         # The public lists change with `trainable`, and some layers update their state even if they
         # are frozen.
-        for state in (*keras_internals.declared_not_trainable(layer), *rnn_states(layer)):
-            if keras.backend.is_float_dtype(state.dtype):
+        states = [*keras_internals.declared_not_trainable(layer), *rnn_states(layer)]
+        states += filter(_is_assignable, tensorflow_variables(layer))
+        for state in states:
+            if keras.backend.is_float_dtype(keras.backend.standardize_dtype(state.dtype)):
                 found[id(state)] = state
     return list(found.values())
+
+
+def _is_assignable(variable: tf.Variable) -> bool:
+    """Whether a variable of TensorFlow keeps its value if that is assigned to it."""
+    if not variable.shape.is_fully_defined():
+        return False
+    is_summed = variable.aggregation == tf.VariableAggregation.SUM
+    is_local = variable.synchronization == tf.VariableSynchronization.ON_READ
+    replicas = tf.distribute.get_strategy().num_replicas_in_sync
+    return replicas == 1 or is_local or not is_summed
 
 
 def _weights_of(layers: Iterable[keras.Layer]) -> list[keras.Variable]:

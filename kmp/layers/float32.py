@@ -26,8 +26,8 @@ class Float32(keras.Layer):
     of other dtypes pass through unchanged.
 
     Args:
-        layer: A layer, which is set to float32 together with its sublayers; or a function of
-            tensors. To save the model, register the function with
+        layer: A layer, which is set to float32 together with its sublayers, and stays quantized if
+            it is; or a function of tensors. To save the model, register the function with
             `keras.saving.register_keras_serializable`.
         **kwargs: Other arguments of `keras.Layer`, such as `name`. `dtype` must be float32 if
             given.
@@ -99,8 +99,8 @@ class Float32(keras.Layer):
     def compute_output_spec(
         self, inputs: Any, *args: Any, training: bool | None = None, **kwargs: Any
     ) -> Any:
-        # By default, Keras traces `call`, which also builds it, and Keras 3.15 traces a dense `x *
-        # 2.0` as sparse.
+        inputs, args, kwargs = keras_internals.without_wrong_sparsity((inputs, args, kwargs))
+        # By default, Keras traces `call`, which also builds it.
         if not isinstance(self.layer, keras.Layer) or not self.layer.built:
             return super().compute_output_spec(inputs, *args, training=training, **kwargs)
         inputs, args, kwargs = keras_internals.in_float32((inputs, args, kwargs))
@@ -203,4 +203,4 @@ def _built_in_float32(layer: keras.Layer) -> Iterator[None]:
 
 def _set_float32(layer: keras.Layer) -> None:
     for sublayer in sublayers(layer):
-        sublayer.dtype_policy = keras.DTypePolicy("float32")
+        sublayer.dtype_policy = keras_internals.float32_policy(sublayer)

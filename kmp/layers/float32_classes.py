@@ -9,10 +9,11 @@ from contextvars import ContextVar
 import keras
 
 from kmp.backend.inventory import Reason
+from kmp.backend.keras_internals import float32_policy
 from kmp.backend.patching import patches
 from kmp.backend.undo import Undos
 from kmp.layers.float32_rules import reason_for_float32
-from kmp.utils.float_formats import DTYPES_16_BIT, FLOAT32
+from kmp.utils.float_formats import DTYPES_16_BIT
 
 logger = logging.getLogger("kmp")
 _logged: set[type] = set()
@@ -39,7 +40,7 @@ def keep_in_float32(layer: keras.Layer) -> None:
     reason = reason_for_float32(layer, dtype) if dtype in DTYPES_16_BIT else None
     if reason is None:
         return
-    layer.dtype_policy = FLOAT32.name
+    layer.dtype_policy = float32_policy(layer)
     if type(layer) not in _logged:
         _logged.add(type(layer))
         logger.info("%s stays in float32: %s.", type(layer).__name__, reason)

@@ -83,6 +83,76 @@ def test_layer_that_overflows_is_set_to_float32_and_the_training_continues(tmp_p
     assert np.isfinite(model(x)).all()
 
 
+class QuantizedCube(Cube):
+    """Has a part whose weights are integers."""
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.gate = layers.Dense(4, kernel_initializer="identity")
+        self.gate.build((None, 4))
+        self.gate.quantize("int4")
+
+    def call(self, x):
+        return super().call(self.gate(x))
+
+
+def test_quantized_part_of_a_repaired_layer_stays_quantized():
+    with kmp.enable():
+        layer = QuantizedCube(name="cube")
+    model = overflowing(layer)
+    train(model, defaults(), epochs=2)
+    assert dtypes(model)["cube"] == "float32"
+    assert (layer.gate.quantization_mode, layer.gate.compute_dtype) == ("int4", "float32")
+    x = np.full((2, 4), 8.0, "float32")
+    np.testing.assert_allclose(layer(x), x**3, rtol=0.1)
+
+
+class Shrink(keras.layers.Layer):
+    """Overflows float16 inside, where the result is 0 in place of a normal number."""
+
+    def call(self, x):
+        return x / (1.0 + ops.sqrt(ops.mean(ops.square(x * 40.0), -1, keepdims=True)))
+
+
+def test_all_models_with_a_repaired_layer_compute_with_it(recwarn):
+    with kmp.enable():
+        encoder = keras.Sequential([keras.Input((4,)), layers.Dense(4, "relu"), Shrink()])
+        model, other = (
+            keras.Sequential([encoder, layers.Dense(1, dtype="float32")]) for _ in range(2)
+        )
+        model.compile(keras.optimizers.Adam(1e-2), "mse", jit_compile=False)
+        other.compile(keras.optimizers.SGD(0.0), "mse", jit_compile=False)
+        unrelated = keras.Sequential([keras.Input((4,)), layers.Dense(1)])
+        unrelated.compile("sgd", "mse")
+    x = np.random.default_rng(0).uniform(100, 300, (ROWS, 4)).astype("float32")
+    y = (x[:, :1] / x[:, 1:2]).astype("float32")
+
+    @tf.function
+    def encode(x):
+        return encoder(x)
+
+    # Traces all functions.
+    encoder.predict(x, verbose=0)
+    other.fit(x, y, verbose=0)
+    other.evaluate(x, y, verbose=0)
+    unrelated.predict(x, verbose=0)
+    before = unrelated.predict_function
+    encode(x)
+    model.fit(x, y, batch_size=8, epochs=4, verbose=0, callbacks=defaults())
+    assert encoder.layers[-1].compute_dtype == "float32"
+    message = next(text for text in map(str, recwarn) if "kmp set" in text)
+    assert "Create these `tf.function`s again, which were traced before: 'test_all" in message
+    assert message.count("encode'") == 1
+
+    exact = other(x)
+    np.testing.assert_allclose(encoder.predict(x, verbose=0), encoder(x), rtol=0.02)
+    np.testing.assert_allclose(other.predict(x, verbose=0), exact, rtol=0.02)
+    loss = pytest.approx(float(ops.mean((exact - y) ** 2)), rel=0.02)
+    assert other.evaluate(x, y, verbose=0) == loss
+    assert other.fit(x, y, verbose=0).history["loss"][0] == loss
+    assert unrelated.predict_function is before
+
+
 def test_training_that_is_stuck_is_replayed_and_repaired_before_it_ends(monkeypatch):
     # Those of earlier overflows are used up.
     monkeypatch.setattr("kmp.callbacks.batch_replayer._MOST_REPLAYS", 0)

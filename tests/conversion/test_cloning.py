@@ -6,6 +6,7 @@ import keras
 import models
 import numpy as np
 import pytest
+import tensorflow as tf
 from conftest import assert_equal, values
 from keras import layers, ops
 
@@ -276,3 +277,31 @@ def test_states_of_recurrent_layers_are_copied_and_a_batch_does_not_change_them(
     restored, expected = kmp.to_float32(converted), model(batch)
     np.testing.assert_allclose(converted(batch), expected, atol=1e-2)
     np.testing.assert_array_equal(restored(batch), expected)
+
+
+class TensorFlowState(layers.Layer):
+    """Subtracts a variable of TensorFlow, which is in no list of Keras."""
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.means = [tf.Variable([0.0], trainable=False)]
+
+    def call(self, x):
+        return x - ops.cast(self.means[0], x.dtype)
+
+
+def test_variables_of_tensorflow_are_copied():
+    state = TensorFlowState()
+    model = keras.Sequential([keras.Input((4,)), state, layers.Dense(1)])
+    state.means[0].assign([3.0])
+    converted = kmp.convert(model)
+    np.testing.assert_array_equal(converted.layers[0].means[0], [3.0])
+    assert converted.layers[0].means[0] is not state.means[0]
+
+
+def test_variables_of_tensorflow_that_a_config_does_not_lead_to_are_not_copied_with_a_warning():
+    state = TensorFlowState()
+    state.means.append(tf.Variable(1.0))
+    model = keras.Sequential([keras.Input((4,)), state, layers.Dense(1)])
+    with pytest.warns(UserWarning, match="The variables of TensorFlow in TensorFlowState"):
+        kmp.convert(model)

@@ -198,6 +198,76 @@ def test_skipped_first_step_of_an_unbuilt_model_leaves_initial_state(name, mode,
     assert not np.array_equal(layer.moving_mean, np.zeros(4))
 
 
+class TensorFlowState(keras.Layer):
+    """Updates variables of TensorFlow in its forward pass, one that it creates there."""
+
+    def __init__(self):
+        super().__init__()
+        self.mean = tf.Variable(0.0, trainable=False)
+        self.means = {"a": tf.Variable([1.0])}
+        self.module = tf.Module()
+        self.module.mean = tf.Variable(2.0)
+        self.calls = tf.Variable(0, dtype="int64")
+        self.constant = tf.Variable("text")
+
+    def build(self, shape):
+        self.late = tf.Variable(tf.fill(shape[-1:], 3.0))
+
+    def call(self, x, training=None):
+        if training:
+            self.calls.assign_add(1)
+            for state in self.states():
+                state.assign(0.5 * state + tf.reduce_mean(tf.cast(x, "float32")))
+        return x
+
+    def states(self):
+        return [self.mean, self.means["a"], self.module.mean, self.late]
+
+
+@pytest.mark.parametrize("is_built", [True, False])
+@pytest.mark.parametrize("mode", ["eager", "graph", "compiled step", "xla"])
+def test_variables_of_tensorflow_in_a_layer_are_restored(mode, is_built):
+    layer = TensorFlowState()
+    inputs = [keras.Input((4,))] if is_built else []
+    layers = [keras.layers.Dense(4), layer, OverflowsBackward(), kmp.layers.Softmax()]
+    model = keras.Sequential([*inputs, *layers])
+    optimizer = kmp.LossScaleOptimizer("sgd", jit_compile=mode == "compiled step")
+    model.compile(optimizer, "sparse_categorical_crossentropy", **MODES[mode])
+    fit(model, np.nan)
+    expected = [0.0, [1.0], 2.0, [3.0] * 4]
+    assert_equal([state.numpy() for state in layer.states()], expected)
+    fit(model)
+    means = [float(tf.reduce_mean(state)) for state in layer.states()]
+    assert np.isfinite(means).all()
+    assert means[0] != 0.0
+
+
+def test_variables_of_tensorflow_are_restored_on_several_replicas(two_replicas):
+    class State(keras.Layer):
+        def __init__(self):
+            super().__init__()
+            self.mean = tf.Variable([2.0])
+            self.constant = tf.Variable([2.0], aggregation=tf.VariableAggregation.SUM)
+            self.any_shape = tf.Variable([2.0], shape=tf.TensorShape(None))
+
+        def call(self, x):
+            self.mean.assign(0.5 * self.mean + tf.reduce_mean(tf.cast(x, "float32")))
+            return x * tf.cast(self.constant, x.dtype)
+
+    with two_replicas.scope():
+        state = State()
+        layers = [keras.Input((4,)), state, keras.layers.Dense(3), kmp.layers.Softmax()]
+        model = keras.Sequential(layers)
+        model.compile("sgd", "sparse_categorical_crossentropy")
+    fit(model, np.nan)
+    assert model.optimizer.snapshot().overflow_count == 1
+    for variable in (state.mean, state.constant):
+        for value in two_replicas.experimental_local_results(variable):
+            np.testing.assert_array_equal(value, [2.0])
+    fit(model)
+    assert state.mean.numpy() != 2.0
+
+
 class TwoOptimizers(keras.Model):
     """Has an optimizer for its first layer, whose gradients overflow, and one for its last."""
 

@@ -310,3 +310,54 @@ def test_input_of_float32_may_be_a_tensor_times_a_number_which_keras_takes_for_s
     model = keras.Model(inputs, make()(scaled))
     assert model.output.dtype == "float32"
     assert np.isfinite(model(np.full((2, 4), 3.0, "float32"))).all()
+
+
+class Doubled(keras.layers.Layer):
+    """Has no shape of its own: Keras traces `call`, with an operation that is not for sparse."""
+
+    def call(self, x):
+        return 2.0 * x / ops.norm(x, axis=-1, keepdims=True)
+
+
+@pytest.mark.parametrize("make", [lambda: root_of_sum_of_squares, Doubled], ids=["function", "own"])
+def test_functions_in_float32_follow_each_other_with_a_product_in_between(enabled, make):
+    inputs = keras.Input((4,))
+    first, second = Float32(make()), Float32(make())
+    hidden = first(keras.layers.Dense(4)(inputs)) * 3.0
+    model = keras.Model(inputs, first(second(-hidden * 2.0) + 1.0))
+    x = np.ones((2, 4), "float32")
+    expected = first(second(-first(model.layers[1](x)) * 3.0 * 2.0) + 1.0)
+    np.testing.assert_allclose(model(x), expected, rtol=1e-2)
+
+
+def test_function_in_float32_gets_a_sparse_tensor_times_a_number(enabled):
+    inputs = keras.Input((4,), sparse=True)
+    model = keras.Model(inputs, Float32(lambda x: ops.matmul(x, ops.ones((4, 2))))(inputs * 2.0))
+    x = tf.sparse.from_dense(np.ones((2, 4), "float32"))
+    np.testing.assert_array_equal(model(x), np.full((2, 2), 8.0))
+
+
+@pytest.mark.parametrize("mode", ["int8", "int4", "float8"])
+def test_float32_around_a_quantized_layer_keeps_its_quantization(enabled, tmp_path, mode):
+    dense, plain = (keras.layers.Dense(4, dtype=dtype) for dtype in ("mixed_bfloat16", "float32"))
+    x = np.random.default_rng(0).normal(size=(2, 8)).astype("float32")
+    for layer in (dense, plain):
+        layer.build((None, 8))
+    plain.set_weights(dense.get_weights())
+    for layer in (dense, plain):
+        layer.quantize(mode)
+    expected = plain(x)
+
+    wrapped = keras.Sequential([keras.Input((8,), dtype="float32"), Float32(dense)])
+    assert (dense.quantization_mode, dense.compute_dtype) == (mode, "float32")
+    np.testing.assert_array_equal(wrapped(x), expected)
+    wrapped.save(tmp_path / "wrapped.keras")
+    loaded = keras.models.load_model(tmp_path / "wrapped.keras")
+    assert loaded.layers[0].layer.quantization_mode == mode
+    np.testing.assert_array_equal(loaded(x), expected)
+
+
+def test_quantized_layer_that_needs_float32_keeps_its_quantization(enabled):
+    policy = "int8_from_mixed_bfloat16"
+    dense = keras.layers.Dense(2, activity_regularizer="l2", dtype=policy)
+    assert dense.dtype_policy.name == "int8_from_float32"

@@ -146,6 +146,127 @@ def test_state_transfers_to_keras_class_and_back_without_a_warning(
         fit(fresh, batches=1)
 
 
+def adam_with_a_schedule():
+    return keras.optimizers.Adam(keras.optimizers.schedules.CosineDecay(0.1, 100))
+
+
+def plain_model(optimizer):
+    """A model whose layers may compute in float16, with an optimizer that is not wrapped."""
+    model = compiled_model(optimizer, run_eagerly=True, auto_scale_loss=False)
+    assert model.optimizer is optimizer
+    model.optimizer.build(model.trainable_variables)
+    return model
+
+
+def wrapped_model(optimizer):
+    model = compiled_model(OURS(optimizer), run_eagerly=True)
+    model.optimizer.build(model.trainable_variables)
+    return model
+
+
+def plain_state(model):
+    return values(optimizer_state(getattr(model.optimizer, "inner_optimizer", model.optimizer)))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        adam_with_a_schedule,
+        lambda: keras.optimizers.SGD(0.1, momentum=0.5),
+        lambda: keras.optimizers.Nadam(0.1),
+        lambda: keras.optimizers.Adafactor(0.1),
+    ],
+    ids=["adam", "sgd", "nadam", "adafactor"],
+)
+def test_state_of_a_float32_run_goes_on_under_enable(tmp_path, make):
+    trained = plain_model(make())
+    fit(trained, batches=3)
+    trained.save_weights(tmp_path / "x.weights.h5")
+    with kmp.enable():
+        fresh = wrapped_model(make())
+    for _ in range(2):  # the second time, as the first
+        fresh.load_weights(tmp_path / "x.weights.h5")
+    assert_equal(plain_state(fresh), plain_state(trained))
+    assert int(fresh.optimizer.iterations) == 3
+    assert float(fresh.optimizer.learning_rate) == float(trained.optimizer.learning_rate)
+    fit(fresh, batches=1)
+    assert fresh.optimizer.snapshot().overflow_count == 0
+
+
+@pytest.mark.parametrize("make", [adam_with_a_schedule, lambda: keras.optimizers.SGD(0.1)])
+@pytest.mark.parametrize("wrapper", [OURS, STOCK])
+def test_state_of_a_float16_run_goes_on_in_float32(tmp_path, wrapper, make):
+    keras.config.set_dtype_policy("mixed_float16")
+    trained = compiled_model(wrapper(make()), run_eagerly=True)
+    fit(trained, batches=3)
+    trained.save_weights(tmp_path / "x.weights.h5")
+    with kmp.enable("float32"):
+        fresh = plain_model(make())
+        fresh.load_weights(tmp_path / "x.weights.h5")
+    assert_equal(plain_state(fresh), plain_state(trained))
+    assert int(fresh.optimizer.iterations) == 3
+
+
+def test_file_of_a_model_with_a_plain_optimizer_loads_with_its_state(tmp_path, enabled):
+    trained = plain_model(adam_with_a_schedule())
+    trained.optimizer.apply([ops.ones(each.shape) for each in trained.trainable_variables])
+    trained.save(tmp_path / "x.keras")
+    loaded = keras.models.load_model(tmp_path / "x.keras")
+    assert isinstance(loaded.optimizer, OURS)
+    assert_equal(plain_state(loaded), plain_state(trained))
+
+
+def test_file_of_another_optimizer_is_not_loaded(tmp_path, enabled):
+    trained = plain_model(keras.optimizers.SGD(0.1, momentum=0.5))
+    trained.save_weights(tmp_path / "x.weights.h5")
+    fresh = wrapped_model(keras.optimizers.Adam(0.1))
+    before = plain_state(fresh)
+    with pytest.warns(UserWarning, match="Skipping variable loading for optimizer"):
+        fresh.load_weights(tmp_path / "x.weights.h5")
+    assert_equal(plain_state(fresh), before)
+
+
+@pytest.mark.parametrize("parts", [("model",), ("model", "optimizer"), ("optimizer",)])
+def test_checkpoint_of_a_plain_optimizer_is_read_before_that_is_wrapped(tmp_path, enabled, parts):
+    def checkpoint(model):
+        objects = {"model": model, "optimizer": model.optimizer}
+        return tf.train.Checkpoint(**{part: objects[part] for part in parts})
+
+    trained = plain_model(adam_with_a_schedule())
+    trained.optimizer.apply([ops.ones(each.shape) for each in trained.trainable_variables])
+    path = checkpoint(trained).save(str(tmp_path / "x"))
+    with pytest.raises(ValueError, match=r"has a plain optimizer at .*kmp\.wrap\(optimizer\)"):
+        checkpoint(wrapped_model(adam_with_a_schedule())).restore(path)
+
+    fresh = plain_model(adam_with_a_schedule())
+    checkpoint(fresh).restore(path).assert_consumed()
+    fresh.compile(kmp.wrap(fresh.optimizer), "sparse_categorical_crossentropy", run_eagerly=True)
+    assert_equal(plain_state(fresh), plain_state(trained))
+    fit(fresh, batches=1)
+    assert int(fresh.optimizer.iterations) == 2
+
+
+def test_checkpoint_of_a_wrapped_optimizer_is_read_before_the_inner_one_is_taken(tmp_path):
+    with kmp.enable():
+        trained = wrapped_model(adam_with_a_schedule())
+    fit(trained, batches=3)
+    path = tf.train.Checkpoint(optimizer=trained.optimizer).save(str(tmp_path / "x"))
+    fresh = plain_model(adam_with_a_schedule())
+    with pytest.raises(ValueError, match=r"LossScaleOptimizer at 'optimizer/'.*inner_optimizer"):
+        tf.train.Checkpoint(optimizer=fresh.optimizer).restore(path)
+
+    wrapped = kmp.LossScaleOptimizer(fresh.optimizer)
+    wrapped.build(fresh.trainable_variables)
+    tf.train.Checkpoint(optimizer=wrapped).restore(path).assert_consumed()
+    assert_equal(plain_state(fresh), plain_state(trained))
+
+
+def test_missing_checkpoint_is_the_error_of_tensorflow(tmp_path, enabled):
+    checkpoint = tf.train.Checkpoint(optimizer=wrapped_model(adam_with_a_schedule()).optimizer)
+    with pytest.raises(tf.errors.NotFoundError):
+        checkpoint.read(str(tmp_path / "missing"))
+
+
 def test_unlisted_state_of_another_optimizer_class_is_not_loaded():
     saved = optimizer_for(*weights(), inner=keras.optimizers.Adafactor(0.01))
     loaded = optimizer_for(*weights(), inner=keras.optimizers.Nadam(0.01))

@@ -1,0 +1,65 @@
+"""Finds what was traced with layers whose policy changes, and has it traced again.
+
+A layer does not know the models that it is part of, and kmp keeps no list of all models: a repair
+is rare, so it looks through the objects of the process.
+"""
+
+import gc
+from collections.abc import Iterator, Sequence
+from typing import TypeVar
+
+import keras
+import tensorflow as tf
+
+from kmp.backend.keras_internals import sublayers
+from kmp.backend.tensorflow_internals import traces_of
+from kmp.guarding.guarded_step import guarded_step_of
+
+Found = TypeVar("Found")
+
+
+def models_with(layers: Sequence[keras.Layer]) -> list[keras.Model]:
+    """Returns all models of the process that contain one of these layers."""
+    ids = set(map(id, layers))
+    return [
+        model
+        for model in _instances_of(keras.Model)
+        if any(id(layer) in ids for layer in sublayers(model))
+    ]
+
+
+def trace_again(models: Sequence[keras.Model]) -> None:
+    """Has the functions of models that exist traced again when they are called next."""
+    for model in models:
+        guard = guarded_step_of(model)
+        if guard:
+            guard.has_fallback = True
+        # Not `None` in their place: another thread may be in the middle of `fit` or `predict`.
+        if model.train_function is not None:
+            model.make_train_function(force=True)
+        if model.test_function is not None:
+            model.make_test_function(force=True)
+        if model.predict_function is not None:
+            model.make_predict_function(force=True)
+
+
+def traced_by_user(models: Sequence[keras.Model]) -> list[str]:
+    """Returns the names of the user's `tf.function`s that were traced with weights of models."""
+    weights = {id(weight.value) for model in models for weight in model.weights}
+    names: dict[str, None] = {}
+    for function in _instances_of(tf.types.experimental.PolymorphicFunction):
+        python_function = getattr(function, "python_function", None)
+        module = str(getattr(python_function, "__module__", ""))
+        if module.startswith(("keras.", "kmp.")):
+            continue
+        variables = [variable for trace in traces_of(function) for variable in trace.variables]
+        if any(id(variable) in weights for variable in variables):
+            names[getattr(python_function, "__qualname__", repr(function))] = None
+    return list(names)
+
+
+def _instances_of(cls: type[Found]) -> Iterator[Found]:
+    for each in gc.get_objects():
+        # `isinstance` asks a weak proxy for the class of an object that may be gone.
+        if issubclass(type(each), cls):
+            yield each
