@@ -33,7 +33,7 @@ def trace_again(models: Sequence[keras.Model]) -> None:
     for model in models:
         guard = guarded_step_of(model)
         if guard:
-            guard.has_fallback = True
+            guard.has_repaired_layers = True
         # Not `None` in their place: another thread may be in the middle of `fit` or `predict`.
         if model.train_function is not None:
             model.make_train_function(force=True)

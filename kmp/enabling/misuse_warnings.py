@@ -102,7 +102,7 @@ def warn_before_training(model: keras.Model) -> None:
     """
     dtypes, optimizers = compute_dtypes(model), all_optimizers_of(model)
     step = guarded_step_of(model)
-    if dtypes == {FLOAT32.name} and not (step and step.repairs):
+    if dtypes == {FLOAT32.name} and not (step and step.has_repaired_layers):
         warn_once(model, _NOT_FLOAT16)
     unscaled = _unscaled(model, optimizers)
     if FLOAT16.name in dtypes and unscaled:

@@ -70,12 +70,15 @@ class GuardedTrainStep:
         own_step: The `train_step` that was set on the model itself, not on its class, or `None`.
         capture: Keeps a batch, if a callback sets it; used from the next trace on.
         repairs: The repairs of the model, which each callback of a training records.
+        has_repaired_layers: Whether a repair, of this model or of another one, has set some of its
+            layers to float32.
     """
 
     def __init__(self, model: keras.Model) -> None:
         self.own_step = vars(model).get("train_step")
         self.capture: BatchCapture | None = None
         self.repairs: list[Repair] = []
+        self.has_repaired_layers = False
         self._model = model
         self._metrics = FiniteMetrics(model)
         self._prepared: weakref.ref[Any] | None = None  # the iterator of the capture

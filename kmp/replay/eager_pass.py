@@ -215,7 +215,7 @@ class Passes:
         received = ReceivedGradients(step.optimizers, factor, ends_step=not step.is_custom)
         operations = OperationWatch(marks, received, self.deadline, finds_nonfinite=watch)
         checked = weights_unchanged(model) if step.is_of_user else contextlib.nullcontext()
-        with checked, Undos() as instruments, instruments:
+        with checked, Undos() as instruments, instruments.first_attempt():
             marks.random_numbers = instruments.enter(equal_random_numbers())
             scope = instruments.enter(state_restored(model, self.restored))
             instruments.enter(without_tensor_float_32())

@@ -92,7 +92,7 @@ class LayerMarks:
             has_dropout: Whether layers that draw random numbers do so. Their numbers differ by
                 dtype.
         """
-        with Undos() as undos, undos:
+        with Undos() as undos, undos.first_attempt():
             for path, operation in operations.items():
                 is_quantized = getattr(operation, "quantization_mode", None)
                 name = "quantized_call" if is_quantized else "call"

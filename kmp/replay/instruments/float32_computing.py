@@ -71,7 +71,7 @@ def _states_in_float32(layers: Sequence[keras.Layer]) -> Iterator[None]:
     for layer in layers:
         for inner in sublayers(layer):
             states += keras_internals.declared_not_trainable(inner)
-    with Undos() as undos, undos:
+    with Undos() as undos, undos.first_attempt():
         for state in states:
             if state.dtype in DTYPES_16_BIT:
                 undos.enter(variable_dtype_replaced(state, FLOAT32.name))
@@ -81,7 +81,7 @@ def _states_in_float32(layers: Sequence[keras.Layer]) -> Iterator[None]:
 @contextlib.contextmanager
 def _arguments_in_float32(operations: Sequence[keras.Operation]) -> Iterator[None]:
     """Casts the arguments of operations, which compute in the dtype of these."""
-    with Undos() as undos, undos:
+    with Undos() as undos, undos.first_attempt():
         for operation in operations:
             undos.enter(own_method(operation, "call", _with_float32_arguments))
         yield

@@ -62,7 +62,7 @@ class ReceivedGradients:
     @contextlib.contextmanager
     def in_place_of_updates(self) -> Iterator[None]:
         """Replaces the methods of the optimizers in the context."""
-        with Undos() as undos, undos:
+        with Undos() as undos, undos.first_attempt():
             for optimizer in self._optimizers:
                 undos.enter(_Receiver(self, optimizer).in_place())
                 if isinstance(optimizer, LossScaleOptimizer):
@@ -103,7 +103,7 @@ class _Receiver:
     @contextlib.contextmanager
     def in_place(self) -> Iterator[None]:
         names = ["apply", *(["scale_loss", "unscale"] if self._is_scaling else [])]
-        with Undos() as undos, undos:
+        with Undos() as undos, undos.first_attempt():
             for name in names:
                 method = getattr(self, name)
                 undos.enter(own_method(self._optimizer, name, functools.partial(_instead, method)))
