@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from kmp.diagnosis import RunMetrics
-from kmp.diagnosis.edits import needs_only_a_larger_scale
+from kmp.diagnosis.edits import is_sound_in_bfloat16, needs_only_a_larger_scale
 from kmp.records import Replay
 
 
@@ -72,6 +72,10 @@ def replayed_with_change(replay: Replay, result: str) -> str:
     """Returns a note: the replayed batch had this result with the change that is advised."""
     if replay.float32_layers:
         return f"with these layers in float32 {result}"
+    if is_sound_in_bfloat16(replay):
+        return (
+            f"in bfloat16, which has float32's range, {result}; GPUs before the A100 are slow in it"
+        )
     if needs_only_a_larger_scale(replay):
         return f"at this loss scale {result}"
     return f"no few layers were found with which {result}"

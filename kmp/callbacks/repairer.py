@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import keras
 
-from kmp.advice import Finding
+from kmp.advice import Finding, advise
 from kmp.advice.diagnose import finding_of
 from kmp.backend.keras_internals import (
     computing_layers,
@@ -20,7 +20,7 @@ from kmp.callbacks.batch_replayer import BatchReplayer
 from kmp.callbacks.recorder import Recorder
 from kmp.callbacks.retracing import models_with, trace_again, traced_by_user
 from kmp.callbacks.training_records import Row
-from kmp.diagnosis import Cure, RunMetrics, cure_of
+from kmp.diagnosis import Cure, RunMetrics, cure_of, thresholds
 from kmp.diagnosis.precision_causes import Repaired
 from kmp.diagnosis.soundness import is_harmful
 from kmp.guarding.guarded_step import Repair, guarded_step_of
@@ -57,6 +57,7 @@ class Repairer:
         """Begins a training. Replays of earlier ones are no reason for a repair."""
         self._examined = len(self._recorder.run.rows)
         self._rejected = self._last_replay()
+        self._has_said_why_not = False
 
     def _last_replay(self) -> Replay | None:
         replays = self._recorder.run.replays
@@ -102,7 +103,10 @@ class Repairer:
             return False
         self._examined = len(run.rows)
         cure = cure_of(run)
-        if cure is None or cure.replay is self._rejected:
+        if cure is None:
+            self._say_why_not()
+            return False
+        if cure.replay is self._rejected:
             return False
         self._rejected = cure.replay
         layers = computing_layers(self._model)
@@ -114,6 +118,24 @@ class Repairer:
             return False
         self._apply(cure, changed, proof)
         return True
+
+    def _say_why_not(self) -> None:
+        """Warns once of steps that are skipped in a row, and that no few layers repair."""
+        replay, snapshot = self._last_replay(), self._recorder.previous
+        if self._has_said_why_not or replay is None or replay.search is None:
+            return
+        is_of_float16 = not replay.is_finite and replay.is_finite_in_float32
+        is_lasting = snapshot.nonfinite_losses_in_a_row >= thresholds.STUCK_AFTER
+        if not (is_of_float16 and is_lasting) or replay.search.is_found:
+            return
+        problems = advise(self._recorder.run).problems
+        if not problems:
+            return
+        self._has_said_why_not = True
+        user_messages.warn(
+            f"{problems[0].title} The last {snapshot.nonfinite_losses_in_a_row} steps were skipped,"
+            f" and kmp found no few layers to repair. What to change:\n  {problems[0].change}"
+        )
 
     def _proof(self, cure: Cure, changed: Sequence[keras.Layer]) -> Row | None:
         """Replays the batch with the cure. Returns the record of a sound replay."""

@@ -50,10 +50,17 @@ def needs_only_a_larger_scale(replay: Replay) -> bool:
     return soundness.needs_another_scale_only(replay) and usable > replay.loss_scale
 
 
+def is_sound_in_bfloat16(replay: Replay) -> bool:
+    """Whether a replayed batch that no few layers in float32 make sound is so in bfloat16."""
+    return replay.search is not None and replay.search.is_sound_in_bfloat16 is True
+
+
 def replayed(run: RunMetrics, replay: Replay) -> Edits:
     """Returns the change with which a replayed batch was sound; float32 for all without one."""
     if replay.float32_layers:
         return in_float32(run, replay.float32_layers)
+    if is_sound_in_bfloat16(replay):
+        return (SetArguments("kmp.enable", {"policy": "'mixed_bfloat16'"}),)
     if needs_only_a_larger_scale(replay):
         usable = replay.gradients.usable_scale
         assert usable is not None

@@ -315,10 +315,14 @@ class LayerSearch:
     Args:
         is_found: Whether layers were found.
         layers: Their paths. Empty if none has to change at the largest usable loss scale.
+        is_sound_in_bfloat16: Whether the pass is sound if the model computes in bfloat16 in place
+            of float16; `None` if that was not tried: where layers were found, or NaN and Inf are
+            not the matter.
     """
 
     is_found: bool
     layers: Texts = field(default_factory=list)
+    is_sound_in_bfloat16: bool | None = None
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ To find what float16 loses: `replay_batch` is read from top to bottom.
 
 import contextlib
 import math
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -30,7 +31,7 @@ from kmp.replay.batch_capture import is_ragged
 from kmp.replay.batch_checks import check_batch, invalid_binary_targets, invalid_targets
 from kmp.replay.eager_pass import Passes, PassResult, as_array
 from kmp.replay.layer_marks import LayerMarks
-from kmp.replay.layer_search import computing_choices, find_float32_layers
+from kmp.replay.layer_search import DTYPE_ERRORS, computing_choices, find_float32_layers
 from kmp.replay.loss_scaling import unscaled_gradients
 from kmp.replay.precision_loss import Reference, gradient_errors, layer_errors, state_errors
 from kmp.utils.float_formats import FLOAT16, FLOAT32
@@ -39,6 +40,7 @@ from kmp.utils.names import path_and_parents
 Failure = Literal["loss", "gradients"]
 
 _MOST_NAMED = 100
+_BFLOAT16_SECONDS = 2.0  # more, for a pass in bfloat16 after a search that has found nothing
 _SEARCH_SECONDS = 4.0  # more, for the search in a batch that float16 ruins
 
 
@@ -258,12 +260,23 @@ class _BatchReplay:
             factor=factor,
             new_errors=lambda: self._measured.new_errors,
         )
+        if not search.is_found:
+            search = replace(search, is_sound_in_bfloat16=self._is_sound_in_bfloat16(exact, factor))
         found = replace(found, overflow=overflow, search=search)
         # The loss of the training step was finite.
         if not self._passes.has_dropout and not math.isfinite(own.loss):
             with contextlib.suppress(TimeoutError):  # the search stands
                 return self._with_compiled_outputs(found, overflow, own, exact)
         return found
+
+    def _is_sound_in_bfloat16(self, exact: PassResult, factor: float) -> bool | None:
+        """Whether the pass is sound in bfloat16; `None` if there is no time to try."""
+        passes = replace(self._searching, deadline=time.monotonic() + _BFLOAT16_SECONDS)
+        try:
+            result = passes.in_bfloat16(factor=factor, reference=exact)
+            return _is_sound(result, self._reference(exact))
+        except (TimeoutError, *DTYPE_ERRORS):
+            return None
 
     def _find_operations(self, exact: PassResult) -> Overflow:
         """Returns where NaN and Inf begin, and the constants that float16 loses in those layers."""

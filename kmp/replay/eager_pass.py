@@ -28,11 +28,12 @@ from kmp.replay.instruments import (
     OperationWatch,
     ReceivedGradients,
     StepIsDone,
-    computing_in_float32,
+    computing_in,
     weights_unchanged,
 )
 from kmp.replay.layer_marks import LayerMarks
 from kmp.replay.nonfinite_operations import NonfiniteOperations
+from kmp.utils.float_formats import BFLOAT16, FLOAT32
 
 
 class PassResult(NamedTuple):
@@ -165,7 +166,7 @@ class Passes:
             measure: Whether to run each layer in its own precision too: see
                 `LayerMarks.new_errors`.
         """
-        with computing_in_float32([self.model]) as own_policies:
+        with computing_in(FLOAT32.name, [self.model]) as own_policies:
             measured = own_policies if measure else None
             marks = LayerMarks(own_policies=measured, keeps_all_values=self.keeps_all_values)
             return self._run(marks, factor, watch)
@@ -187,10 +188,20 @@ class Passes:
             reference: A pass in float32 to compare the outputs of the layers with: see
                 `LayerMarks.errors`.
         """
-        with computing_in_float32([*self.float32_operations, *float32_operations]):
+        with computing_in(FLOAT32.name, [*self.float32_operations, *float32_operations]):
             outputs = None if reference is None else reference.marks.outputs
             marks = LayerMarks(outputs, keeps_all_values=self.keeps_all_values)
             return self._run(marks, self.factor if factor is None else factor, watch)
+
+    def in_bfloat16(self, *, factor: float, reference: PassResult) -> PassResult:
+        """Runs a pass in which what computes in 16 bits computes in bfloat16.
+
+        Args:
+            factor: What to multiply the loss by.
+            reference: As in `in_own_precision`.
+        """
+        with computing_in(BFLOAT16.name, [self.model]):
+            return self._run(LayerMarks(reference.marks.outputs), factor, watch=False)
 
     def compiled_outputs(self) -> Any:
         """Returns the outputs in the precision of the model, compiled as the training step is.

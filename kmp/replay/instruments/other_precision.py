@@ -1,4 +1,4 @@
-"""Layers and operations that compute in float32 in a pass, whatever their policy is."""
+"""Layers and operations that compute in another dtype in a pass, whatever their policy is."""
 
 import contextlib
 import functools
@@ -19,10 +19,10 @@ from kmp.utils.float_formats import DTYPES_16_BIT, FLOAT32
 
 
 @contextlib.contextmanager
-def computing_in_float32(
-    operations: Sequence[keras.Operation],
+def computing_in(
+    dtype: str, operations: Sequence[keras.Operation]
 ) -> Iterator[dict[int, keras.DTypePolicy]]:
-    """Makes layers, with their sublayers, and operations of a graph compute in float32.
+    """Makes layers in 16 bits, with their sublayers, and operations of a graph compute in a dtype.
 
     Yields the policies that are replaced, by the `id` of the layer.
     """
@@ -30,17 +30,16 @@ def computing_in_float32(
     others = [each for each in operations if not isinstance(each, keras.Layer)]
     found = layers_in_16_bits(layers)
     own_policies = {id(layer): layer.dtype_policy for layer in found}
-    policies = [(layer, _in_float32(layer)) for layer in found]
-    with (
-        dtype_policies_replaced(policies),
-        _states_in_float32(layers),
-        _arguments_in_float32(others),
-    ):
+    policies = [(layer, _policy_in(dtype, layer)) for layer in found]
+    with dtype_policies_replaced(policies), Undos() as undos, undos.first_attempt():
+        if dtype == FLOAT32.name:
+            undos.enter(_states_in_float32(layers))
+            undos.enter(_arguments_in_float32(others))
         yield own_policies
 
 
-def _in_float32(layer: keras.Layer) -> keras.DTypePolicy:
-    """Returns the policy of a layer, with float32 to compute in.
+def _policy_in(dtype: str, layer: keras.Layer) -> keras.DTypePolicy:
+    """Returns the policy of a layer, with another dtype to compute in.
 
     A layer reads other things from its policy too, such as how its weights are quantized. The
     variables keep their dtype: Keras casts them if the two differ.
@@ -50,16 +49,16 @@ def _in_float32(layer: keras.Layer) -> keras.DTypePolicy:
     dtypes = (each.dtype for each in layer.variables if each.dtype in DTYPES_16_BIT)
     dtype_of_variables = next(dtypes, layer.variable_dtype)
 
-    class ComputeInFloat32(type(policy)):  # type: ignore[misc]
+    class ComputesInAnother(type(policy)):  # type: ignore[misc]
         @property
         def compute_dtype(self) -> str:
-            return FLOAT32.name
+            return dtype
 
         @property
         def variable_dtype(self) -> str:
             return str(dtype_of_variables)
 
-    result: keras.DTypePolicy = object.__new__(ComputeInFloat32)
+    result: keras.DTypePolicy = object.__new__(ComputesInAnother)
     vars(result).update(vars(policy))
     return result
 
