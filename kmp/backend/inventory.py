@@ -459,8 +459,7 @@ PRIVATE_NAMES = (
         "records them",
     ),
     PrivateName(
-        "tensorflow.python.eager.polymorphic_function.polymorphic_function:Function"
-        "._list_all_concrete_functions",
+        "tensorflow:types.experimental.PolymorphicFunction._function_cache",
         "the warning of a repair names the `tf.function`s that have to be created again",
         "names none",
     ),

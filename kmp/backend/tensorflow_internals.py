@@ -16,7 +16,7 @@ import tensorflow as tf
 
 from kmp.backend.inventory import Reason
 from kmp.backend.patching import patches
-from kmp.backend.private_names import find
+from kmp.backend.private_names import attribute, find
 from kmp.backend.undo import Context, Undos
 from kmp.utils.float_formats import FORMATS_16_BIT
 
@@ -303,12 +303,10 @@ def _has_tensor_float_32() -> bool:
 
 
 def traces_of(function: Any) -> list[Any]:
-    """Returns the concrete functions of a `tf.function`, one for each trace.
+    """Returns the concrete functions of a `tf.function`, one for each trace that it has.
 
     TensorFlow 2.21 has no public name for them.
     """
-    list_all = find(
-        "tensorflow.python.eager.polymorphic_function.polymorphic_function:Function"
-        "._list_all_concrete_functions"
-    )
-    return [] if list_all is None else list(list_all(function))
+    # Not with `_list_all_concrete_functions`, which may trace the function.
+    cache = attribute(function, "tensorflow:types.experimental.PolymorphicFunction._function_cache")
+    return [] if cache is None else list(cache.values())

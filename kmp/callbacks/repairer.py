@@ -237,5 +237,5 @@ def _still_in_16_bits(changed: Sequence[keras.Layer]) -> str:
         return ""
     return (
         f"\nCreate these `tf.function`s again, which were traced before:"
-        f" {', '.join(map(repr, names))}. The functions of models are traced again without you."
+        f" {', '.join(map(repr, names))}. Those of Keras' models are traced again automatically."
     )

@@ -45,17 +45,24 @@ def trace_again(models: Sequence[keras.Model]) -> None:
 
 def traced_by_user(models: Sequence[keras.Model]) -> list[str]:
     """Returns the names of the user's `tf.function`s that were traced with weights of models."""
-    weights = {id(weight.value) for model in models for weight in model.weights}
+    weights = [weight.value for model in models for weight in model.weights]
+    handles = {id(value.handle) for value in weights if not _is_distributed(value)}
     names: dict[str, None] = {}
     for function in _instances_of(tf.types.experimental.PolymorphicFunction):
         python_function = getattr(function, "python_function", None)
         module = str(getattr(python_function, "__module__", ""))
         if module.startswith(("keras.", "kmp.")):
             continue
-        variables = [variable for trace in traces_of(function) for variable in trace.variables]
-        if any(id(variable) in weights for variable in variables):
+        traces = traces_of(function)
+        captured = [each for trace in traces for each in trace.captured_inputs]
+        if any(id(each) in handles for each in captured):
             names[getattr(python_function, "__qualname__", repr(function))] = None
     return list(names)
+
+
+def _is_distributed(variable: tf.Variable) -> bool:
+    """Whether a variable has one component for each replica, and no handle of its own."""
+    return isinstance(variable, tf.distribute.DistributedValues)
 
 
 def _instances_of(cls: type[Found]) -> Iterator[Found]:

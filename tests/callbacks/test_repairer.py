@@ -131,7 +131,11 @@ def test_all_models_with_a_repaired_layer_compute_with_it(recwarn):
     def encode(x):
         return encoder(x)
 
-    # Traces all functions.
+    @tf.function(input_signature=[tf.TensorSpec([], "float32")])
+    def untraced(x):
+        raise AssertionError
+
+    # Traces all other functions.
     encoder.predict(x, verbose=0)
     other.fit(x, y, verbose=0)
     other.evaluate(x, y, verbose=0)
