@@ -1,8 +1,7 @@
-import re
-
 """What stays float32 because it overflows with a batch."""
 
 import logging
+import re
 
 import keras
 import numpy as np
