@@ -3,6 +3,7 @@
 import math
 from operator import itemgetter
 
+from kmp.advice.branch_wording import note_of_branch
 from kmp.advice.sentences import Text, text_of
 from kmp.advice.wording import counted, of_steps, replayed_with_change, skipped_with_finite_loss
 from kmp.diagnosis import RunMetrics
@@ -45,6 +46,9 @@ def _(cause: BackwardOverflow, run: RunMetrics) -> Text:
         title = (
             f"The backward pass of {run.describe(cause.location)} overflows float16 at {scales}."
         )
+    search = cause.replay.search if cause.replay else None
+    if cause.replay and search and search.branch:
+        return Text(title, _evidence(cause, run), note_of_branch(search, cause.replay, run))
     return Text(title, _evidence(cause, run), _note(cause))
 
 

@@ -37,6 +37,8 @@ def lost_norm(run: RunMetrics) -> float:
     """
     sample = run.finite_samples[-1]
     elements = run.underflow_share * sample.histogram.total
+    if not elements:
+        return 0.0
     lost = math.sqrt(elements) * 2.0**FLOAT16.flush_exponent
     return lost / run.scale / sample.largest if sample.largest else math.inf
 
@@ -149,7 +151,7 @@ def _zeros(run: RunMetrics) -> Iterator[str]:
             including = f", including all of {variables[0] if len(variables) == 1 else several}"
         yield doubt(
             "whether float16 flushed the gradient elements that are exactly zero,"
-            f" {run.zero_share:.1%}{including}",
+            f" {run.unexplained_zero_share:.1%}{including}",
             f"a replay, or fewer zeros with {run.settings_call}(initial_scale=2.0**24)",
         )
     if run.flushed_layers:
@@ -162,7 +164,9 @@ def _zeros(run: RunMetrics) -> Iterator[str]:
 def _has_doubtful_zeros(run: RunMetrics) -> bool:
     if run.curve is not None and run.curve.is_measured:
         return lost_norm(run) > thresholds.MUCH_LOST
-    return run.zero_share > thresholds.MANY_ZEROS or bool(run.all_zero_variables)
+    if run.unexplained_zero_share > thresholds.MANY_ZEROS:
+        return True
+    return bool(run.unexplained_zero_variables)
 
 
 def _updates(run: RunMetrics) -> Iterator[str]:

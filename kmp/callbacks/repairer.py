@@ -19,6 +19,7 @@ from kmp.callbacks.batch_replayer import BatchReplayer
 from kmp.callbacks.recorder import Recorder
 from kmp.callbacks.training_records import Row
 from kmp.diagnosis import Cure, RunMetrics, cure_of
+from kmp.diagnosis.branches import flushed_layers
 from kmp.diagnosis.precision_causes import Repaired
 from kmp.diagnosis.soundness import is_harmful
 from kmp.guarding.guarded_step import guarded_step_of
@@ -88,7 +89,7 @@ class Repairer:
         metrics = RunMetrics(self._recorder.run)
         repaired = Repaired.of(metrics)
         assert repaired is not None
-        when = f"As at step {rows[-1]['step']}, before the training was resumed,"
+        when = f"as at step {rows[-1]['step']}, before the training was resumed,"
         self._warn(reason, when, list(paths), changed, finding_of(repaired, metrics))
 
     def repair(self) -> bool:
@@ -119,30 +120,54 @@ class Repairer:
             proof = self._replayer.replay_again(
                 self._recorder.previous,
                 self._recorder.selected_variables(),
-                cure.replay.gradients.usable_scale,
+                self._scale_of_proof(cure),
             )
         result = proof.get("replay")
         if result is None or not result.is_finite:
+            return None
+        if self._flushes_branch(cure, result):
             return None
         if cure.replay.is_finite and is_harmful(result):
             return None
         return proof
 
+    def _flushes_branch(self, cure: Cure, proof: Replay) -> bool:
+        """Whether the proof flushes the branch that the search kept."""
+        branch = cure.replay.search.branch if cure.replay.search else []
+        metrics = RunMetrics(self._recorder.run)
+        flushed = proof.gradients.flushed
+        shares = {
+            path: flushed.get(path, 0.0)
+            for path in self._recorder.selected_variables()
+            if metrics.layer_of(path) in branch and path not in proof.gradients.zero
+        }
+        return bool(flushed_layers(shares, metrics.layer_of))
+
+    def _scale_of_proof(self, cure: Cure) -> float:
+        """Returns the loss scale of the search, or the one in use if that is usable."""
+        search = cure.replay.search
+        if search and search.loss_scale:
+            return search.loss_scale
+        in_use = self._recorder.previous.loss_scale
+        return min(in_use, cure.replay.gradients.usable_scale or in_use)
+
     def _apply(self, cure: Cure, changed: Sequence[keras.Layer], proof: Row) -> None:
         finding = finding_of(cure.cause, RunMetrics(self._recorder.run))
         self._set_to_float32(changed)
         if not cure.replay.is_finite:
-            self._restore_loss_scale(proof["replay"])
+            self._restore_loss_scale(proof["replay"], cure)
         paths = list(cure.layers)
         self._recorder.add({"fallback": paths, "fallback_reason": finding.title})
         self._recorder.add(proof)
         step = self._recorder.previous.step
-        self._warn(finding.title, f"At step {step}", paths, changed, finding)
+        self._warn(finding.title, f"at step {step}", paths, changed, finding)
 
-    def _restore_loss_scale(self, proof: Replay) -> None:
+    def _restore_loss_scale(self, proof: Replay, cure: Cure) -> None:
         """Sets the loss scale that overflows have lowered, or that still overflows."""
-        rule = self._optimizer.rule
+        rule, search = self._optimizer.rule, cure.replay.search
         usable = proof.gradients.usable_scale or rule.initial_scale
+        if search and search.loss_scale:  # a lower one would flush a branch
+            usable = max(usable, search.loss_scale)
         scale = max(rule.min_scale, min(rule.initial_scale, usable))
         self._optimizer.dynamic_scale.assign(scale)
 
@@ -167,8 +192,9 @@ class Repairer:
         change = finding.change.replace("\n", "\n  ")
         names = ", ".join(map(repr, paths))
         user_messages.warn(
-            f"{reason} {when} kmp set {names} to float32, and the training continues. To make it"
-            f" permanent:\n  {change}{_not_in_files(self._model, changed)}"
+            f"{reason.rstrip('.')}, and a replayed batch is sound with these layers in float32:"
+            f" {when} kmp set {names} to float32, and the training continues. To make it permanent:"
+            f"\n  {change}{_not_in_files(self._model, changed)}"
         )
 
 

@@ -310,10 +310,16 @@ class LayerSearch:
     Args:
         is_found: Whether layers were found.
         layers: Their paths. Empty if none has to change at the largest usable loss scale.
+        loss_scale: That of the search, if it is not the largest usable one, at which the gradients
+            of the `branch` are flushed.
+        branch: The layers of a branch of the model, such as one of several towers, whose gradients
+            a sound pass has to keep.
     """
 
     is_found: bool
     layers: Texts = field(default_factory=list)
+    loss_scale: LossScale | None = None
+    branch: Names = field(default_factory=list)
 
 
 @dataclass(frozen=True)

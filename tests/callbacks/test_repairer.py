@@ -91,7 +91,8 @@ def test_training_that_is_stuck_is_replayed_and_repaired_before_it_ends(monkeypa
     monkeypatch.setattr("kmp.callbacks.batch_replayer._MOST_REPLAYS", 0)
     model, callbacks = overflowing(), [Monitor(patience=6)]
     with pytest.warns(
-        UserWarning, match="At step 6 kmp set 'sequential.*/cube', 'sequential.*/norm' to float32"
+        UserWarning,
+        match="in float32: at step 6 kmp set 'sequential.*/cube', 'sequential.*/norm' to float32",
     ):
         train(model, callbacks, epochs=2, height=1e4)  # such targets have large gradients
     snapshot = model.optimizer.snapshot()
@@ -288,7 +289,7 @@ def test_interrupted_training_resumes_with_the_layers_of_its_log_before_its_firs
     skipped = kmp.load_run(tmp_path / "run").last("overflow_count")
     with pytest.warns(
         UserWarning,
-        match=r"As at step \d+, before the training was resumed, kmp set 'sequential/cube'",
+        match=r"as at step \d+, before the training was resumed, kmp set 'sequential/cube'",
     ):
         model, run = interrupted_or_resumed([])
     assert dtypes(model) == {"cube": "float32", "norm": "float32", "head": "float16"}
