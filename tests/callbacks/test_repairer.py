@@ -124,6 +124,34 @@ def test_scale_that_overflows_of_a_layer_have_lowered_returns_after_its_repair()
     assert snapshot.loss_scale == 2.0
 
 
+def test_repair_of_one_tower_keeps_the_gradients_of_the_other(tmp_path):
+    with kmp.enable():
+        inputs, outputs = keras.Input((4,)), []
+        for name in ("large", "small"):
+            hidden = layers.Dense(4, kernel_initializer="ones", name=f"{name}_hidden")(inputs)
+            head = layers.Dense(1, kernel_initializer="ones", dtype="float32", name=name)
+            outputs.append(head(hidden))
+        model = keras.Model(inputs, outputs)
+        loss_weights = {"loss_weights": [1.0, 1e-11]}
+        model.compile(keras.optimizers.SGD(0.0), ["mse"] * 2, run_eagerly=True, **loss_weights)
+    x = np.random.default_rng(0).uniform(1, 2, (128, 4)).astype("float32")
+    y = [np.full((128, 1), 1e3, "float32"), np.ones((128, 1), "float32")]
+    callbacks = defaults(tmp_path / "run", every_n_steps=2)
+    expected = (
+        "'large_hidden' overflows .* in float32: at step .* kmp set 'large_hidden' to float32"
+    )
+    with pytest.warns(UserWarning, match=expected):
+        model.fit(x, y, batch_size=4, verbose=0, callbacks=callbacks)
+    assert dtypes(model)["large_hidden"] == "float32"
+    assert dtypes(model)["small_hidden"] == "float16"
+    run = kmp.load_run(tmp_path / "run")
+    flushed = run.replays[-1][1].gradients.flushed
+    assert max(flushed.get(f"small_hidden/{name}", 0.0) for name in ("kernel", "bias")) < 0.5
+    advice = kmp.advise(run)
+    assert advice.problems == ()
+    assert "with layer 'large_hidden' in float32 the results on 4 examples" in advice[0].evidence
+
+
 class Curve(OwnStep):
     """Fits its second difference.
 
