@@ -218,7 +218,6 @@ def _proof(cause: Repaired, run: RunMetrics) -> str:
     proof = next(replays, None)
     if proof is None:
         return reason
-    return (
-        f"{reason.rstrip('.')}; with {_repaired(cause.record['fallback'], run)} in float32 the"
-        f" results {of_a_batch(proof)} are finite"
-    )
+    repaired = _repaired(cause.record["fallback"], run)
+    shown = f"with {repaired} in float32 the results {of_a_batch(proof)} are finite"
+    return "; ".join(filter(None, [reason.rstrip("."), shown]))

@@ -1,6 +1,8 @@
 import keras
+import pytest
 from keras import layers, ops
 
+from kmp.backend import private_names
 from kmp.backend.layer_graph import next_layers
 
 
@@ -47,3 +49,16 @@ def test_model_whose_code_alone_knows_the_order_has_no_graph():
     model(ops.zeros((1, 3)))
     assert next_layers(model) == {}
     assert next_layers(keras.Sequential([dense("unbuilt")])) == {}
+
+
+@pytest.mark.filterwarnings("ignore:.*which this version of kmp uses")
+def test_without_the_private_names_of_keras_there_is_no_graph(monkeypatch):
+    x = keras.Input((3,))
+    model = keras.Model(x, dense("only")(x))
+    found = private_names.attribute
+
+    def attribute(instance, where, default=None):
+        return default if where.endswith("_run_through_graph") else found(instance, where, default)
+
+    monkeypatch.setattr(private_names, "attribute", attribute)
+    assert next_layers(model) == {}
