@@ -20,7 +20,7 @@ class Finding:
             `"uncompiled"`. Of what float16 loses: `"precision_loss"`, `"unscaled_loss"`,
             `"lost_updates"`, `"branch_underflow"`, `"scale_too_small"` or `"range"`. Of settings:
             `"growth_interval_too_small"`, `"hysteresis_too_large"` or `"initial_scale"`. Or
-            `"float32_fallback"`, `"dead"` or `"unused"`.
+            `"float32_fallback"`, `"dead"`, `"unused"` or `"untrained"`.
         severity: `"error"` if the run is broken, `"warning"` if it loses accuracy or time, or
             `"info"`.
         title: The problem, as a sentence.

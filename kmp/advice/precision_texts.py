@@ -1,5 +1,7 @@
 """Sentences about what float16 changes in finite passes."""
 
+from collections.abc import Sequence
+
 from kmp.advice.sentences import Text, text_of
 from kmp.advice.wording import of_a_batch, percent, replayed_with_change
 from kmp.diagnosis import RunMetrics, name_of, soundness, thresholds
@@ -195,12 +197,27 @@ def _title_of_loss(cause: WrongGradients, run: RunMetrics) -> str:
 
 @text_of.register
 def _(cause: Repaired, run: RunMetrics) -> Text:
-    model = run.settings.get("model")
-    names = [f"model {path!r}" if path == model else run.describe(path) for path in cause.layers]
-    computes = "computes" if len(names) == 1 else "compute"
+    computes = "computes" if len(cause.layers) == 1 else "compute"
     return Text(
-        f"Since step {cause.record['step']}, {', '.join(names)} {computes} in float32, and the"
-        " training continued.",
-        cause.record.get("fallback_reason", ""),
-        "with this change the run needs no fallback",
+        f"Since step {cause.record['step']}, {_repaired(cause.layers, run)} {computes} in float32,"
+        " and the training continued.",
+        _proof(cause, run),
     )
+
+
+def _repaired(layers: Sequence[str], run: RunMetrics) -> str:
+    model = run.settings.get("model")
+    names = [f"model {path!r}" if path == model else run.describe(path) for path in layers]
+    return ", ".join(names)
+
+
+def _proof(cause: Repaired, run: RunMetrics) -> str:
+    """Returns the reason of a repair, and what the replay with its layers in float32 showed."""
+    reason, step = cause.record.get("fallback_reason", ""), cause.record["step"]
+    replays = (replay for at, replay in run.run.replays if at == step and replay.is_finite)
+    proof = next(replays, None)
+    if proof is None:
+        return reason
+    repaired = _repaired(cause.record["fallback"], run)
+    shown = f"with {repaired} in float32 the results {of_a_batch(proof)} are finite"
+    return "; ".join(filter(None, [reason.rstrip("."), shown]))

@@ -3,6 +3,7 @@
 import math
 from operator import itemgetter
 
+from kmp.advice.branch_wording import note_of_branch
 from kmp.advice.sentences import Text, text_of
 from kmp.advice.wording import counted, of_steps, replayed_with_change, skipped_with_finite_loss
 from kmp.diagnosis import RunMetrics
@@ -37,7 +38,11 @@ def _(cause: NonfiniteGradients, run: RunMetrics) -> Text:
 
 @text_of.register
 def _(cause: BackwardOverflow, run: RunMetrics) -> Text:
-    return Text(_title(cause, run), _evidence(cause, run), _note(cause))
+    title, evidence = _title(cause, run), _evidence(cause, run)
+    search = cause.replay.search if cause.replay else None
+    if cause.replay and search and search.branch:
+        return Text(title, evidence, note_of_branch(search, cause.replay, run))
+    return Text(title, evidence, _note(cause))
 
 
 def _title(cause: BackwardOverflow, run: RunMetrics) -> str:

@@ -2,13 +2,15 @@
 
 import math
 
+from kmp.advice.branch_wording import CLOSER_TERMS, distance, names_of
 from kmp.advice.sentences import Text, text_of
 from kmp.advice.wording import first_few
-from kmp.diagnosis import INFO, RunMetrics, name_of
+from kmp.diagnosis import INFO, RunMetrics
 from kmp.diagnosis.underflow_causes import (
     DeadVariables,
     FlushedBranch,
     ScaleTooSmall,
+    UntrainedVariables,
     UnusedVariables,
     WideRange,
 )
@@ -19,15 +21,17 @@ _NO_HEADROOM = "a larger loss scale would overflow, and no change was replayed: 
 
 @text_of.register
 def _(cause: FlushedBranch, run: RunMetrics) -> Text:
-    shown = ", ".join(repr(name_of(layer)) for layer in cause.layers[:5])
-    alternative = "or" if cause.has_headroom else _NO_HEADROOM
+    note = "or a larger loss weight, if these layers belong to one of several outputs"
+    if not cause.has_headroom:
+        note = f"{_NO_HEADROOM} {CLOSER_TERMS}"
+    numbers = distance(cause.gap)
     return Text(
-        f"The gradients of {shown} are mostly zero in float16, while those of other layers are"
-        " not.",
+        f"The gradients of {names_of(cause.layers)} are mostly zero in float16, while those of"
+        " other layers are not.",
         f"replayed at the loss scale {as_power(cause.loss_scale)}, {cause.flushed} variables have"
         " gradients of which float16 flushes more than half to zero and float32 none;"
-        f" {cause.alive} variables lose less than 5 %",
-        f"{alternative} a larger loss weight, if these layers belong to one of several outputs",
+        f" {cause.alive} variables lose less than 5 %{numbers and f'; {numbers}'}",
+        note,
     )
 
 
@@ -98,8 +102,20 @@ def _(cause: DeadVariables, run: RunMetrics) -> Text:
 @text_of.register
 def _(cause: UnusedVariables, run: RunMetrics) -> Text:
     variables = "this variable" if len(cause.variables) == 1 else "these variables"
+    title = f"The loss does not depend on {first_few(cause.variables)}."
+    note = "not underflow: layers that are not used, or an output without a loss"
+    if run.settings.get("train_step") == "custom":  # which chooses what it passes on
+        title = f"The optimizer gets no gradient of {first_few(cause.variables)}."
+        note += ", or variables that the training step does not pass to `apply`"
+    return Text(title, f"no sample has a gradient of {variables}", note)
+
+
+@text_of.register
+def _(cause: UntrainedVariables, run: RunMetrics) -> Text:
+    optimizers = f"{run.settings.get('optimizer', 'the optimizer')} is built on other variables"
     return Text(
-        f"The loss does not depend on {first_few(cause.variables)}.",
-        f"no sample has a gradient of {variables}",
-        "not underflow: layers that are not used, or an output without a loss",
+        f"The training does not pass {first_few(cause.variables)} to the optimizer.",
+        f"{len(cause.variables)} of the model's trainable variables; {optimizers}",
+        "not a matter of precision: pass their gradients to `apply` too, or set `trainable=False`,"
+        " unless another optimizer trains them",
     )

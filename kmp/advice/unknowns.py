@@ -35,9 +35,11 @@ def lost_norm(run: RunMetrics) -> float:
     Relative to the norm of all gradients.
     """
     sample = run.finite_samples[-1]
+    elements = run.underflow_share * sample.histogram.total
+    if not elements:
+        return 0.0
     if not sample.largest:
         return math.inf
-    elements = run.underflow_share * sample.histogram.total
     largest_lost = 2.0**FLOAT16.flush_exponent / run.scale
     return math.sqrt(elements) * largest_lost / sample.largest
 
@@ -137,7 +139,7 @@ def _samples(run: RunMetrics) -> Iterator[str]:
 def _zeros(run: RunMetrics) -> Iterator[str]:
     """Yields what is not known of zeros in the samples, and of what a replay shows as flushed."""
     if _has_doubtful_zeros(run):
-        zeros = f"the gradient elements that are exactly zero, {run.zero_share:.1%}"
+        zeros = f"the gradient elements that are exactly zero, {run.unexplained_zero_share:.1%}"
         yield doubt(
             f"whether float16 flushed {zeros}{_including_variables(run)}",
             f"a replay, or fewer zeros with {run.settings_call}(initial_scale=2.0**24)",
@@ -162,7 +164,9 @@ def _including_variables(run: RunMetrics) -> str:
 def _has_doubtful_zeros(run: RunMetrics) -> bool:
     if run.curve is not None and run.curve.is_measured:
         return lost_norm(run) > thresholds.MUCH_LOST
-    return run.zero_share > thresholds.MANY_ZEROS or bool(run.all_zero_variables)
+    if run.unexplained_zero_share > thresholds.MANY_ZEROS:
+        return True
+    return bool(run.unexplained_zero_variables)
 
 
 def _updates(run: RunMetrics) -> Iterator[str]:

@@ -326,8 +326,8 @@ PRIVATE_NAMES = (
     ),
     PrivateName(
         "keras:Operation._inbound_nodes",
-        "`kmp.convert` and `kmp.audit` follow each call of a layer in a graph",
-        "raises an error there",
+        "`kmp.convert`, `kmp.audit` and a log follow each call of a layer in a graph",
+        "raises an error in the first two, and the log does not say which layers follow each layer",
     ),
     PrivateName(
         "keras:KerasTensor._keras_history",
@@ -337,8 +337,8 @@ PRIVATE_NAMES = (
     ),
     PrivateName(
         "keras:Model._run_through_graph",
-        "`kmp.convert` rebuilds a functional model",
-        "raises an error there",
+        "`kmp.convert` rebuilds a functional model, and a log says which layers follow each layer",
+        "raises an error in `kmp.convert`, and the log does not say it",
     ),
     PrivateName(
         "keras:Model._call_has_training_arg",

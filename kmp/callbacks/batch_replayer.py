@@ -206,20 +206,16 @@ class BatchReplayer:
         return self._replay(captured, variables, snapshot, captured.loss_scale, failed)
 
     def replay_again(
-        self, snapshot: Snapshot, variables: Mapping[str, Any], usable_scale: float | None
+        self, snapshot: Snapshot, variables: Mapping[str, Any], loss_scale: float
     ) -> Row:
-        """Replays the batch of the last replay once more, after a change of the model.
-
-        The loss scale is at most the usable one.
-        """
+        """Replays the batch of the last replay once more, after a change of the model."""
         if self._replayed is None:
             return {"replay_error": "the batch was not kept"}
         if self._capture.is_of_loop:
             return {"replay_error": "the functions of a custom training loop are not traced again"}
-        scale = min(snapshot.loss_scale, usable_scale or snapshot.loss_scale)
         self._request(snapshot)
         try:
-            return self._replay_once(self._replayed, variables, snapshot, scale, None)
+            return self._replay_once(self._replayed, variables, snapshot, loss_scale, None)
         except Exception as error:  # of the change
             return {"replay_error": reason_of(error)}
 
@@ -279,7 +275,12 @@ class BatchReplayer:
             passes = replace(passes, data=part)
             self._replayed = CapturedBatch(part, *captured[1:])
         context = StepContext(
-            snapshot.step, loss_scale, captured.batch_size, failed, self._largest_norms
+            snapshot.step,
+            loss_scale,
+            initial_scale=self._capture.optimizer.rule.initial_scale,
+            batch_size=captured.batch_size,
+            failed=failed,
+            largest_norms=self._largest_norms,
         )
         try:
             found, reference = replay_batch(replace(passes, deadline=began + most), context)

@@ -211,7 +211,8 @@ class Recorder:
 
     def add(self, record: Row) -> None:
         """Adds a record to `run` and the log; without a `step`, that of the last read step."""
-        if self.has_trained and "layers" not in self.run.settings:  # built by the first step
+        # The first step builds the layers, and the optimizer of a loop.
+        if self.has_trained and "untrained_variables" not in self.run.settings:
             self._set_header()
         self.open_log()
         self.run.append({"step": self.previous.step} | record)

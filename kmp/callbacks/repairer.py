@@ -6,6 +6,7 @@ import keras
 
 from kmp.advice import Finding, advise
 from kmp.advice.diagnose import finding_of
+from kmp.advice.wording import capitalized
 from kmp.backend.keras_internals import (
     computing_layers,
     direct_sublayers,
@@ -21,6 +22,7 @@ from kmp.callbacks.recorder import Recorder
 from kmp.callbacks.retracing import models_with, trace_again, traced_by_user
 from kmp.callbacks.training_records import Row
 from kmp.diagnosis import Cure, RunMetrics, cure_of, thresholds
+from kmp.diagnosis.branches import flushed_layers
 from kmp.diagnosis.precision_causes import Repaired
 from kmp.diagnosis.soundness import is_harmful
 from kmp.guarding.guarded_step import Repair, guarded_step_of
@@ -92,7 +94,7 @@ class Repairer:
         metrics = RunMetrics(self._recorder.run)
         repaired = Repaired.of(metrics)
         assert repaired is not None
-        when = f"As at step {rows[-1]['step']}, before the training was resumed,"
+        when = f"as at step {rows[-1]['step']}, before the training was resumed,"
         continues = "the training continues"
         self._warn(reason, when, continues, list(paths), changed, finding_of(repaired, metrics))
 
@@ -140,41 +142,65 @@ class Repairer:
     def _proof(self, cure: Cure, changed: Sequence[keras.Layer]) -> Row | None:
         """Replays the batch with the cure. Returns the record of a sound replay."""
         policies = ((layer, float32_policy(layer)) for layer in changed)
-        usable = cure.replay.gradients.usable_scale
-        if usable is not None:
-            # The training cannot go on below the minimum; a fixed scale is its own one.
-            usable = max(usable, self._optimizer.rule.min_scale)
         with dtype_policies_replaced(policies):
             proof = self._replayer.replay_again(
                 self._recorder.previous,
                 self._recorder.selected_variables(),
-                usable,
+                self._scale_of_proof(cure),
             )
         result = proof.get("replay")
         if result is None or not result.is_finite:
             return None
+        if self._flushes_branch(cure, result):
+            return None
         if cure.replay.is_finite and is_harmful(result):
             return None
         return proof
+
+    def _flushes_branch(self, cure: Cure, proof: Replay) -> bool:
+        """Whether the proof flushes the branch that the search kept."""
+        branch = cure.replay.search.branch if cure.replay.search else []
+        metrics = RunMetrics(self._recorder.run)
+        flushed = proof.gradients.flushed
+        shares = {
+            path: flushed.get(path, 0.0)
+            for path in self._recorder.selected_variables()
+            if metrics.layer_of(path) in branch and path not in proof.gradients.zero
+        }
+        return bool(flushed_layers(shares, metrics.layer_of))
+
+    def _scale_of_proof(self, cure: Cure) -> float:
+        """Returns the loss scale of the search, or the one in use if that is usable.
+
+        The training cannot go on below the minimum; a fixed scale is its own one.
+        """
+        search = cure.replay.search
+        if search and search.loss_scale:
+            return search.loss_scale
+        in_use = self._recorder.previous.loss_scale
+        usable = cure.replay.gradients.usable_scale or in_use
+        return min(in_use, max(usable, self._optimizer.rule.min_scale))
 
     def _apply(self, cure: Cure, changed: Sequence[keras.Layer], proof: Row) -> None:
         finding = finding_of(cure.cause, RunMetrics(self._recorder.run))
         self._set_to_float32(changed, Repair(cure.layers, finding.title))
         continues = "the training continues"
         if not cure.replay.is_finite:
-            continues += self._restore_loss_scale(proof["replay"])
+            continues += self._restore_loss_scale(proof["replay"], cure)
         self._recorder.add_repairs()
         self._recorder.add(proof)
         step = self._recorder.previous.step
-        self._warn(finding.title, f"At step {step}", continues, cure.layers, changed, finding)
+        self._warn(finding.title, f"at step {step}", continues, cure.layers, changed, finding)
 
-    def _restore_loss_scale(self, proof: Replay) -> str:
+    def _restore_loss_scale(self, proof: Replay, cure: Cure) -> str:
         """Sets the loss scale that overflows have lowered, or that still overflows.
 
         Returns what to say of it; nothing if it stays.
         """
-        rule = self._optimizer.rule
+        rule, search = self._optimizer.rule, cure.replay.search
         usable = proof.gradients.usable_scale or rule.initial_scale
+        if search and search.loss_scale:  # a lower one would flush a branch
+            usable = max(usable, search.loss_scale)
         scale = max(rule.min_scale, min(rule.initial_scale, usable))
         if scale == self._recorder.previous.loss_scale:
             return ""
@@ -200,7 +226,12 @@ class Repairer:
     ) -> None:
         change = finding.change.replace("\n", "\n  ")
         names = ", ".join(map(repr, paths))
-        begin = f"{reason} {when}".lstrip()  # a log of another program may have no reason
+        begin = capitalized(when)  # a log of another program may have no reason
+        if reason:
+            begin = (
+                f"{reason.rstrip('.')}, and a replayed batch is sound with these layers in float32:"
+                f" {when}"
+            )
         limits = _not_in_files(self._model, changed) + _still_in_16_bits(changed)
         user_messages.warn(
             f"{begin} kmp set {names} to float32, and {continues}. To make it"

@@ -21,8 +21,10 @@ from kmp.backend.keras_internals import (
     output_layers,
     sublayers,
 )
+from kmp.backend.layer_graph import next_layers
 from kmp.gradients.gradient_sampler import paths_of
 from kmp.guarding.guarded_step import has_keras_step, is_built
+from kmp.guarding.model_optimizers import all_optimizers_of
 from kmp.optimizer import LossScaleOptimizer
 from kmp.records import Snapshot
 from kmp.records.compact_sample import compact
@@ -45,7 +47,8 @@ def header(
 ) -> Row:
     """Returns the first line of a log: the time, the versions and the settings of the training.
 
-    The paths of layers are known after the first step, or if all of them are built.
+    The paths of layers are known after the first step, or if all of them are built; which
+    variables are not trained, after the first step.
     """
     settings = _settings_of_optimizer(optimizer)
     settings |= _settings_of_model(model)
@@ -53,6 +56,8 @@ def header(
     settings["replay"] = replay
     if has_trained or is_built(model):
         settings |= _settings_of_layers(model)
+    if has_trained:
+        settings["untrained_variables"] = _untrained_variables(model, optimizer)
     return {
         "schema": SCHEMA,
         "kind": "header",
@@ -122,11 +127,28 @@ def _settings_of_variables(model: keras.Model, optimizer: LossScaleOptimizer) ->
     }
 
 
+def _untrained_variables(model: keras.Model, optimizer: LossScaleOptimizer) -> list[str]:
+    """Returns the paths of the trainable variables that no optimizer of the model was built with.
+
+    None if one of the optimizers is not built: it may train any of them.
+    """
+    optimizers = [optimizer, *all_optimizers_of(model)]
+    if not all(each.built for each in optimizers):
+        return []
+    trained: set[int] = set()
+    for each in optimizers:
+        trained.update(map(id, keras_internals.variables_to_train(each)))
+    variables = model.trainable_variables
+    paths = zip(paths_of(variables), variables, strict=True)
+    return [path for path, variable in paths if id(variable) not in trained]
+
+
 def _settings_of_layers(model: keras.Model) -> Row:
     created = created_layers(model)
     return {
         "parameters": sum(math.prod(weight.shape) for weight in model.weights),
         "layers": {path: type(layer).__name__ for path, layer in created.items()},
+        "next_layers": next_layers(model),
         "output_layers": [layer.path or layer.name for layer in output_layers(model)],
     }
 

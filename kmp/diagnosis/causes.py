@@ -26,6 +26,7 @@ from kmp.diagnosis.underflow_causes import (
     DeadVariables,
     FlushedBranch,
     ScaleTooSmall,
+    UntrainedVariables,
     UnusedVariables,
     WideRange,
 )
@@ -39,6 +40,7 @@ PREDICATES: tuple[Predicate, ...] = (
     Repaired.of,
     DeadVariables.of,
     UnusedVariables.of,
+    UntrainedVariables.of,
     NonfiniteData.of,
     invalid_targets,
     DivisionByEpsilon.of,

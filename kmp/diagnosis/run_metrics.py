@@ -3,14 +3,14 @@
 import itertools
 import math
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from operator import itemgetter
 from typing import Any
 
 import numpy as np
 
-from kmp.diagnosis import soundness, thresholds
+from kmp.diagnosis import branches, soundness, thresholds
 from kmp.diagnosis.loss_scale_sweep import WhatIf, sweep
 from kmp.diagnosis.sample_statistics import counts_below, statistics, unscaled_counts, usable
 from kmp.records import Replay, Run
@@ -206,11 +206,17 @@ class RunMetrics:
         return dict(Counter(names[-1] for names in underflowed if names))
 
     @cached_property
-    def zero_share(self) -> float:
-        """Share of sampled gradient elements that are exactly zero."""
-        histograms = [sample.histogram for sample in self.usable_samples]
-        zeros = sum(histogram.zeros for histogram in histograms)
-        total = sum(histogram.total for histogram in histograms)
+    def unexplained_zero_share(self) -> float:
+        """Share of sampled gradient elements that are exactly zero, and may not be in float32.
+
+        Without those of variables that the last clean replay showed to be zero there too.
+        """
+        explained = set(self.clean_replay.gradients.zero) if self.clean_replay else set()
+        zeros = total = 0
+        for sample in self.usable_samples:
+            is_open = np.array([name not in explained for name in sample.names], bool)
+            zeros += int(sample.zeros[is_open].sum())
+            total += int(sample.totals[is_open].sum())
         return zeros / max(1, total)
 
     @cached_property
@@ -289,12 +295,36 @@ class RunMetrics:
     @cached_property
     def flushed_layers(self) -> list[str]:
         """The layers of which each variable's gradient was `flushed` to zero for the most part."""
-        flushed_everywhere: dict[str, bool] = {}
-        for name, share in self.flushed.items():
-            layer = self.layer_of(name)
-            is_flushed = share > thresholds.MOSTLY_FLUSHED
-            flushed_everywhere[layer] = is_flushed and flushed_everywhere.get(layer, True)
-        return [layer for layer, is_flushed in flushed_everywhere.items() if is_flushed]
+        return branches.flushed_layers(self.flushed, self.layer_of)
+
+    @cached_property
+    def flushed_branch(self) -> list[str]:
+        """Those of the `flushed_layers` that are part of a branch, while others are kept."""
+        next_layers = self.settings.get("next_layers", {})
+        return branches.flushed_branch(self.flushed, self.layer_of, next_layers)
+
+    def gap_of(self, layers: Sequence[str], replay: Replay) -> branches.Gap | None:
+        """Returns how far gradients of these layers are from those of the other 16-bit layers.
+
+        In float32, as recorded with a replay; `None` without a record.
+        """
+        rows = self.run.rows
+        reference = next(
+            (row.get("reference") for row in rows if row.get("replay") is replay), None
+        )
+        if reference is None:
+            return None
+        repaired: set[str] = set()
+        for row in self.complete_run.rows:
+            repaired.update(row.get("fallback", ()))
+        float32_variables = self.settings.get("float32_variables", [])
+        branch, others = [], []
+        for name in reference.names:
+            if self.layer_of(name) in layers:
+                branch.append(name)
+            elif name not in float32_variables and self.layer_of(name) not in repaired:
+                others.append(name)
+        return branches.gap_of(reference, branch, others)
 
     @cached_property
     def unexplained_zero_variables(self) -> list[str]:

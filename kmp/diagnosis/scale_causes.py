@@ -168,7 +168,15 @@ def _overflows_at_every_scale(run: RunMetrics) -> bool:
     if run.is_fixed:
         return are_many and run.headroom >= thresholds.SPARE_BITS
     is_at_minimum = run.scale <= run.min_scale * 2.0**thresholds.SPARE_BITS
-    return run.is_stuck or _flushes_at_low_scale(run) or (are_many and is_at_minimum)
+    if run.is_stuck or _flushes_branch(run) or _flushes_at_low_scale(run):
+        return True
+    return are_many and is_at_minimum
+
+
+def _flushes_branch(run: RunMetrics) -> bool:
+    """Whether overflows have driven the scale below the one that a branch of the model needs."""
+    search = run.backward_replay.search if run.backward_replay else None
+    return search is not None and run.scale < (search.loss_scale or 0.0)
 
 
 def _flushes_at_low_scale(run: RunMetrics) -> bool:

@@ -5,6 +5,7 @@ from collections import Counter
 from dataclasses import dataclass
 
 from kmp.diagnosis import edits, thresholds
+from kmp.diagnosis.branches import Gap, kept_variables
 from kmp.diagnosis.cause import ERROR, INFO, WARNING, Cause, Edits, SetArguments, Stage
 from kmp.diagnosis.loss_scale_sweep import usable_scale
 from kmp.diagnosis.run_metrics import RunMetrics
@@ -21,6 +22,8 @@ class FlushedBranch(Cause):
         flushed: The number of variables in them.
         alive: The number of variables that lose little.
         has_headroom: Whether a larger loss scale would not overflow.
+        gap: How far their gradients are from those of the others in float32; `None` if that was
+            not recorded.
     """
 
     stage = Stage.MAGNITUDES
@@ -30,16 +33,18 @@ class FlushedBranch(Cause):
     flushed: int
     alive: int
     has_headroom: bool
+    gap: Gap | None
 
     @classmethod
     def of(cls, run: RunMetrics) -> "FlushedBranch | None":
         """Returns the cause if the run has it."""
-        replay, layers = run.clean_replay, run.flushed_layers
+        replay, layers = run.clean_replay, run.flushed_branch
         if not run.is_float16 or replay is None or not layers or run.needs_float32_layers:
             return None
-        flushed, alive = _flushed_and_alive(run)
-        if not _is_branch(flushed, alive, list(run.flushed)):
+        flushed = [name for name in run.flushed if run.layer_of(name) in layers]
+        if _converged_variables(run).issuperset(flushed):
             return None
+        alive = kept_variables(run.flushed)
         has_headroom = run.headroom >= thresholds.SPARE_BITS
         return cls(
             name="branch_underflow",
@@ -50,23 +55,20 @@ class FlushedBranch(Cause):
             flushed=len(flushed),
             alive=len(alive),
             has_headroom=has_headroom,
+            gap=run.gap_of(layers, replay),
         )
 
 
-def _flushed_and_alive(run: RunMetrics) -> tuple[list[str], list[str]]:
-    """Returns the variables of the flushed layers, and those that lose little."""
-    flushed = [name for name in run.flushed if run.layer_of(name) in run.flushed_layers]
-    limit = thresholds.MANY_FLUSHED
-    alive = [name for name, share in run.flushed.items() if share <= limit]
-    return flushed, alive
-
-
-def _is_branch(flushed: list[str], alive: list[str], names: list[str]) -> bool:
-    """Whether flushed variables are a part of the model beside those that lose little."""
-    if not alive or len(flushed) + len(alive) < len(names) / 2:
-        return False
-    # Not the layers nearest the input: gradients underflow on their way there.
-    return names.index(alive[0]) <= names.index(flushed[-1])
+def _converged_variables(run: RunMetrics) -> set[str]:
+    """Returns the variables whose gradients are nothing beside those of earlier replays."""
+    largest: dict[str, float] = {}
+    newest: dict[str, float] = {}
+    for sample in run.run.references:
+        newest = dict(zip(sample.names, sample.norm.tolist(), strict=True))
+        for name, norm in newest.items():
+            largest[name] = max(largest.get(name, 0.0), norm)
+    limit = thresholds.CONVERGED
+    return {name for name, norm in newest.items() if norm < limit * largest[name]}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -228,3 +230,22 @@ class UnusedVariables(Cause):
         if not names:
             return None
         return cls(name="unused", severity=INFO, location=names[0], variables=names)
+
+
+@dataclass(frozen=True, kw_only=True)
+class UntrainedVariables(Cause):
+    """Trainable variables that no optimizer of the model gets.
+
+    Args:
+        variables: Their paths.
+    """
+
+    variables: list[str]
+
+    @classmethod
+    def of(cls, run: RunMetrics) -> "UntrainedVariables | None":
+        """Returns the cause if the run has it."""
+        names = run.settings.get("untrained_variables")
+        if not names:
+            return None
+        return cls(name="untrained", severity=INFO, location=names[0], variables=names)

@@ -20,6 +20,7 @@ from kmp.records.log_types import (
     LossScale,
     Metrics,
     Names,
+    NamesByPath,
     Norm,
     Number,
     PositiveInteger,
@@ -92,6 +93,13 @@ class Settings(TypedDict, total=False):
     policy: Annotated[Text, _is("the name of its dtype policy")]
     parameters: Annotated[Count, _is("the number of elements of its weights")]
     layers: Annotated[TextByPath, _is("the class of each of its layers, by path")]
+    next_layers: Annotated[
+        NamesByPath,
+        _is(
+            "the paths of the layers that take the outputs of each layer, by path; empty for a"
+            " subclassed model"
+        ),
+    ]
     output_layers: Annotated[Names, _is("the paths of the layers that return its outputs")]
     compute_dtypes: Annotated[Texts, _is("the float dtypes that its layers compute in")]
     variable_dtypes: Annotated[Texts, _is("the dtypes of its trainable variables")]
@@ -99,6 +107,9 @@ class Settings(TypedDict, total=False):
     own_dtype_variables: Annotated[
         Names,
         _is("the paths of the variables with another dtype than the policy of their layer gives"),
+    ]
+    untrained_variables: Annotated[
+        Names, _is("the paths of its trainable variables that its optimizers do not get")
     ]
     train_step: Annotated[Text, _is('`"keras"` or `"custom"`')]
     optimizer: Annotated[Text, _is("the class of the inner optimizer")]

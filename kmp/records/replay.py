@@ -318,11 +318,17 @@ class LayerSearch:
         is_sound_in_bfloat16: Whether the pass is sound if the model computes in bfloat16 in place
             of float16; `None` if that was not tried: where layers were found, or NaN and Inf are
             not the matter.
+        loss_scale: That of the search, if it is not the largest usable one, at which the gradients
+            of the `branch` are flushed.
+        branch: The layers of a branch of the model, such as one of several towers, whose gradients
+            a sound pass has to keep.
     """
 
     is_found: bool
     layers: Texts = field(default_factory=list)
     is_sound_in_bfloat16: bool | None = None
+    loss_scale: LossScale | None = None
+    branch: Names = field(default_factory=list)
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ To find what float16 loses: `replay_batch` is read from top to bottom.
 import contextlib
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal
@@ -30,12 +30,17 @@ from kmp.records.replay import (
 from kmp.replay.batch_capture import is_ragged
 from kmp.replay.batch_checks import check_batch, invalid_binary_targets, invalid_targets
 from kmp.replay.eager_pass import Passes, PassResult, as_array
+from kmp.replay.kept_branch import (
+    ScaleRange,
+    branch_to_keep,
+    flushed_share,
+    gradients_in_16_bits,
+)
 from kmp.replay.layer_marks import LayerMarks
 from kmp.replay.layer_search import DTYPE_ERRORS, computing_choices, find_float32_layers
 from kmp.replay.loss_scaling import unscaled_gradients
 from kmp.replay.precision_loss import Reference, gradient_errors, layer_errors, state_errors
 from kmp.utils.float_formats import FLOAT16, FLOAT32
-from kmp.utils.names import path_and_parents
 
 Failure = Literal["loss", "gradients"]
 
@@ -51,6 +56,7 @@ class StepContext:
     Args:
         step: The number of the training step.
         loss_scale: The loss scale in use.
+        initial_scale: The loss scale at which the training began.
         batch_size: The number of examples in the training batch, if the passes have only some of
             them: the gradients of a mean over fewer examples are larger.
         failed: `"loss"` or `"gradients"`: what was not finite in the training step of the batch.
@@ -60,6 +66,7 @@ class StepContext:
 
     step: int
     loss_scale: float
+    initial_scale: float = 2.0**thresholds.LOG2_DEFAULT_SCALE
     batch_size: int | None = None
     failed: Failure | None = None
     largest_norms: Mapping[str, float] = field(default_factory=dict)
@@ -231,7 +238,7 @@ class _BatchReplay:
                 of_activations[path] = amax
         flushed, zero = {}, []
         for path, gradient in exact.gradients.items():
-            share = _flushed_share(own.gradients[path], gradient)
+            share = flushed_share(own.gradients[path], gradient)
             if share:
                 flushed[path] = share
             if gradient is None or not as_array(gradient).any():
@@ -250,18 +257,7 @@ class _BatchReplay:
         overflow = self._find_operations(exact)
         if not exact.is_finite:
             return replace(found, overflow=overflow)
-        usable = found.gradients.usable_scale or 1.0
-        factor = min(max(1.0, usable), self._context.loss_scale) * self._share
-        search, _ = find_float32_layers(
-            self._searching,
-            lambda result: result.is_finite,
-            exact,
-            computing_choices(self._passes.model),
-            factor=factor,
-            new_errors=lambda: self._measured.new_errors,
-        )
-        if not search.is_found:
-            search = replace(search, is_sound_in_bfloat16=self._is_sound_in_bfloat16(exact, factor))
+        search = self._search_after_overflow(found, own, exact)
         found = replace(found, overflow=overflow, search=search)
         # The loss of the training step was finite.
         if not self._passes.has_dropout and not math.isfinite(own.loss):
@@ -277,6 +273,38 @@ class _BatchReplay:
             return _is_sound(result, self._reference(exact))
         except (TimeoutError, *DTYPE_ERRORS):
             return None
+
+    def _search_after_overflow(
+        self, found: Replay, own: PassResult, exact: PassResult
+    ) -> LayerSearch:
+        """Returns layers with which a pass is finite, at a loss scale that flushes no branch."""
+        usable = found.gradients.usable_scale or 1.0
+        scale = min(max(1.0, usable), self._context.loss_scale)
+        branch = None
+        highest = self._context.initial_scale
+        if scale < highest:
+            scales = ScaleRange(lowest=scale, highest=highest, share=self._share)
+            branch = branch_to_keep(self._searching, own.marks, exact, scales)
+
+        def is_sound(result: PassResult) -> bool:
+            if not result.is_finite:
+                return False
+            return branch is None or not branch.is_flushed_in(result)
+
+        factor = (branch.loss_scale if branch else scale) * self._share
+        search, _ = find_float32_layers(
+            self._searching,
+            is_sound,
+            exact,
+            computing_choices(self._passes.model),
+            factor=factor,
+            new_errors=lambda: self._measured.new_errors,
+        )
+        if not search.is_found:
+            search = replace(search, is_sound_in_bfloat16=self._is_sound_in_bfloat16(exact, factor))
+        if branch is None:
+            return search
+        return replace(search, loss_scale=branch.loss_scale, branch=branch.layers)
 
     def _find_operations(self, exact: PassResult) -> Overflow:
         """Returns where NaN and Inf begin, and the constants that float16 loses in those layers."""
@@ -420,28 +448,11 @@ def _usable_scale(exact: PassResult, own: LayerMarks, share: float) -> float | N
         for layer, amax in exact.marks.activation_gradients.items()
         if layer in own.in_16_bits or layer not in own.called
     ]
-    largest = max([*of_activations, *_variable_amaxes(exact, own)], default=0.0)
+    of_variables = [
+        float(np.max(np.abs(each), initial=0.0)) for _, each in gradients_in_16_bits(exact, own)
+    ]
+    largest = max([*of_activations, *of_variables], default=0.0)
     if not largest or not math.isfinite(largest):
         return None
     exponent = math.floor(math.log2(FLOAT16.max / largest)) - thresholds.USABLE_BITS
     return 2.0 ** min(exponent, FLOAT32.max_exponent)
-
-
-def _variable_amaxes(exact: PassResult, own: LayerMarks) -> Iterator[float]:
-    """Yields the largest magnitude of each gradient, except those of layers in float32."""
-    float32_layers = set(own.called) - own.computing_in_16_bits
-    for path, gradient in exact.gradients.items():
-        layer = next((each for each in path_and_parents(path) if each in own.called), "")
-        if gradient is not None and layer not in float32_layers:
-            yield float(np.max(np.abs(as_array(gradient)), initial=0.0))
-
-
-def _flushed_share(own: Any, exact: Any) -> float:
-    """Returns the share of elements that are zero in the model's precision only."""
-    if own is None or exact is None:
-        return 0.0
-    half, single = as_array(own), as_array(exact)
-    if half.shape != single.shape:  # the rows of an embedding, where float16 has rounded indices
-        return 0.0
-    flushed = (half == 0) & (single != 0)
-    return float(flushed.mean()) if flushed.size else 0.0

@@ -12,7 +12,13 @@ from conftest import make_replay, sample_from, without_replays
 import kmp
 from kmp.diagnosis import ERROR, INFO, WARNING, SetArguments
 from kmp.records import Run
-from kmp.records.replay import LOSS_FUNCTION, InvalidTargets, NonfiniteOperation, Overflow
+from kmp.records.replay import (
+    LOSS_FUNCTION,
+    InvalidTargets,
+    LayerSearch,
+    NonfiniteOperation,
+    Overflow,
+)
 
 DYNAMIC = {
     "rule": "DynamicScale",
@@ -172,6 +178,8 @@ def test_gradient_without_elements_is_unused_and_one_always_zero_in_float32_too_
         in dead.evidence
     )
     assert unused.title == "The loss does not depend on unused/kernel."
+    unused = advice_of(*rows, train_step="custom")[1]
+    assert unused.title == "The optimizer gets no gradient of unused/kernel."
 
 
 def test_tiny_gradients_of_a_float32_layer_are_not_reported():
@@ -340,6 +348,77 @@ def test_head_that_is_flushed_beside_one_that_keeps_the_scale_low_has_no_change_
     assert finding.edits == ()
     assert finding.note.startswith(
         "a larger loss scale would overflow, and no change was replayed:"
+    )
+
+
+BRANCHES = {"a": ["b"], "b": ["head_b"], "c": ["head_c"], "head_b": [], "head_c": []}
+CHAIN = {"a": ["b"], "b": ["c"], "c": ["head"], "head": []}
+
+
+@pytest.mark.parametrize(
+    ("next_layers", "expected"), [(BRANCHES, ["branch_underflow"]), (CHAIN, []), ({}, [])]
+)
+def test_flushed_layers_are_a_branch_if_no_layer_that_follows_them_keeps_its_gradients(
+    next_layers, expected
+):
+    variables = {"a/kernel": ALL_ZERO, "b/kernel": ALL_ZERO, "c/kernel": gradient(15)}
+    rows = [
+        {"step": n, "loss_scale": 2.0**12, "sample": sample_from(n, 2.0**12, variables)}
+        for n in (1, 50, 100)
+    ]
+    rows[0]["replay"] = clean_replay(2.0**12, flushed={"a/kernel": 1.0, "b/kernel": 1.0})
+    small = gradient(-40)
+    rows[0]["reference"] = sample_from(1, 1.0, variables | {"a/kernel": small, "b/kernel": small})
+    advice = advice_of(*rows, next_layers=next_layers)
+    assert [finding.cause for finding in advice] == expected, str(advice)
+    if expected:
+        assert advice[0].title.startswith("The gradients of 'a', 'b' are mostly zero in float16")
+        assert advice[0].evidence.endswith(
+            "in float32 half of their gradients are below 2^-39, and that of c/kernel reaches 2^15:"
+            " no loss scale serves both"
+        )
+        assert "bring the terms of the loss closer together, with `loss_weights`" in advice[0].note
+
+
+def test_branch_that_has_learned_is_not_reported():
+    variables = {"c/kernel": gradient(-6), "b/kernel": ALL_ZERO}
+    rows = [
+        {"step": n, "loss_scale": 1.0, "sample": sample_from(n, 1.0, variables)}
+        for n in (1, 50, 100)
+    ]
+    references = [variables | {"b/kernel": gradient(-9, norm=norm)} for norm in (1.0, 1e-5)]
+    for row, reference in zip(rows[::2], references, strict=True):
+        row["replay"] = clean_replay(1.0, flushed={"b/kernel": 1.0})
+        row["reference"] = sample_from(row["step"], 1.0, reference)
+    assert [each.cause for each in advice_of(*rows, next_layers=BRANCHES).problems] != [
+        "branch_underflow"
+    ]
+    rows[2]["reference"] = rows[0]["reference"]
+    assert advice_of(*rows, next_layers=BRANCHES)[0].cause == "branch_underflow"
+
+
+@pytest.mark.parametrize(
+    ("layers", "found"), [(["c"], "with these layers in float32"), (None, "no few layers")]
+)
+def test_overflow_that_would_cost_a_branch_names_the_terms_of_the_loss(layers, found):
+    search = LayerSearch(layers is not None, layers or [], loss_scale=2.0**9, branch=["b"])
+    row = STUCK | {"replay": replace(overflow_of_gradients(), search=search), "loss_scale": 0.5}
+    row["reference"] = sample_from(40, 1.0, {"b/kernel": gradient(-30), "c/kernel": gradient(9)})
+    finding = advice_of(row | {"overflows_in_a_row": 0}, next_layers=BRANCHES)[0]
+    assert finding.cause == "backward_overflow"
+    assert finding.note.startswith(found)
+    assert "finite at 2^9, which those of 'b' need" in finding.note
+    assert "half of their gradients are below 2^-29, and that of c/kernel reaches 2^9" in str(
+        finding
+    )
+    assert finding.note.endswith("or the factors in the loss")
+
+
+def test_variables_that_no_optimizer_gets_are_named():
+    (finding,) = advice_of({"step": 50}, untrained_variables=["net/a/kernel", "net/a/bias"])
+    assert (finding.cause, finding.severity) == ("untrained", INFO)
+    assert finding.title == (
+        "The training does not pass net/a/kernel, net/a/bias to the optimizer."
     )
 
 

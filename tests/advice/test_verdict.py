@@ -185,6 +185,21 @@ OPEN = {
 }
 
 
+@pytest.mark.parametrize("has_reference", [False, True])
+def test_gradients_that_are_zero_in_float32_too_are_measured(has_reference):
+    zero = {"net/bias": {"zero": 100, "amax": 0.0, "norm": 0.0}}
+    rows = [row(step, sample=sample_from(step, 2.0**15, zero)) for step in (1, 50, 100)]
+    for record in (rows[0], rows[2]):
+        record["replay"] = make_replay(
+            32, 2.0**15, 1.0, 1.0, True, True, output_error=0.001, zero=["net/bias"]
+        )
+        if has_reference:
+            record["reference"] = sample_from(record["step"], 1.0, zero)
+    advice = advice_of(*rows)
+    assert [finding.cause for finding in advice] == ["dead"]
+    assert advice.verdict.startswith(GOOD), advice.verdict
+
+
 NORM = [LayerError("net/norm", 1.1, 1.0), LayerError("net/head", 1.1, 0.001)]
 NOTICED = {
     "gradient_errors": [GradientError("net/head", 0.2, 0.9, 1.0, 0.5)],

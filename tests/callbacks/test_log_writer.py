@@ -537,6 +537,28 @@ def test_layers_that_the_first_step_builds_have_their_final_paths_also_in_a_seco
         assert settings["variable_dtypes"] == ["float32"]
 
 
+@pytest.mark.parametrize("trained", [2, 4])
+def test_variables_that_a_loop_does_not_pass_to_the_optimizer_are_recorded(trained, tmp_path):
+    optimizer = kmp.wrap("sgd")
+    layers = [keras.layers.Dense(2, name="first"), keras.layers.Dense(1, name="last")]
+    model = keras.Sequential([keras.Input((4,)), *layers], name="net")
+    model.compile(optimizer)
+    variables = model.trainable_variables[-trained:]
+    callbacks = keras.callbacks.CallbackList(without_replays(tmp_path), model=model)
+    callbacks.on_train_begin()
+    callbacks.on_epoch_begin(0)
+    for index in range(2):
+        callbacks.on_train_batch_begin(index)
+        gradients = [tf.ones_like(variable) for variable in variables]
+        optimizer.apply(gradients, variables, unscaled=True)
+        callbacks.on_train_batch_end(index)
+    callbacks.on_train_end()
+    settings = kmp.load_run(tmp_path).settings
+    missing = ["net/first/kernel", "net/first/bias"] if trained == 2 else []
+    assert settings["untrained_variables"] == missing
+    assert settings["next_layers"] == {"net/first": ["net/last"], "net/last": []}
+
+
 def test_model_whose_step_calls_only_its_parts_is_recorded(tmp_path):
     class Parts(OwnStep):
         def __init__(self):

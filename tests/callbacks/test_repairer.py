@@ -162,7 +162,8 @@ def test_training_that_is_stuck_is_replayed_and_repaired_before_it_ends(monkeypa
     monkeypatch.setattr("kmp.callbacks.batch_replayer._MOST_REPLAYS", 0)
     model, callbacks = overflowing(), [Monitor(patience=6)]
     with pytest.warns(
-        UserWarning, match="At step 6 kmp set 'sequential.*/cube', 'sequential.*/norm' to float32"
+        UserWarning,
+        match="in float32: at step 6 kmp set 'sequential.*/cube', 'sequential.*/norm' to float32",
     ):
         train(model, callbacks, epochs=2, height=1e4)  # such targets have large gradients
     snapshot = model.optimizer.snapshot()
@@ -218,10 +219,38 @@ def test_repair_of_one_callback_is_in_the_records_of_another_one(second, tmp_pat
     assert [found.cause for found in kmp.advise(other)][:1] == ["float32_fallback"]
 
 
+def test_repair_of_one_tower_keeps_the_gradients_of_the_other(tmp_path):
+    with kmp.enable():
+        inputs, outputs = keras.Input((4,)), []
+        for name in ("large", "small"):
+            hidden = layers.Dense(4, kernel_initializer="ones", name=f"{name}_hidden")(inputs)
+            head = layers.Dense(1, kernel_initializer="ones", dtype="float32", name=name)
+            outputs.append(head(hidden))
+        model = keras.Model(inputs, outputs)
+        loss_weights = {"loss_weights": [1.0, 1e-11]}
+        model.compile(keras.optimizers.SGD(0.0), ["mse"] * 2, run_eagerly=True, **loss_weights)
+    x = np.random.default_rng(0).uniform(1, 2, (128, 4)).astype("float32")
+    y = [np.full((128, 1), 1e3, "float32"), np.ones((128, 1), "float32")]
+    callbacks = defaults(tmp_path / "run", every_n_steps=2)
+    expected = (
+        "'large_hidden' overflows .* in float32: at step .* kmp set 'large_hidden' to float32"
+    )
+    with pytest.warns(UserWarning, match=expected):
+        model.fit(x, y, batch_size=4, verbose=0, callbacks=callbacks)
+    assert dtypes(model)["large_hidden"] == "float32"
+    assert dtypes(model)["small_hidden"] == "float16"
+    run = kmp.load_run(tmp_path / "run")
+    flushed = run.replays[-1][1].gradients.flushed
+    assert max(flushed.get(f"small_hidden/{name}", 0.0) for name in ("kernel", "bias")) < 0.5
+    advice = kmp.advise(run)
+    assert advice.problems == ()
+    assert "with layer 'large_hidden' in float32 the results on 4 examples" in advice[0].evidence
+
+
 def test_callback_with_the_same_patience_does_not_stop_what_another_one_has_repaired(monkeypatch):
     monkeypatch.setattr("kmp.callbacks.batch_replayer._MOST_REPLAYS", 0)
     callbacks = [Monitor(patience=6), Monitor(patience=6, replay=False)]
-    with pytest.warns(UserWarning, match="At step 6 kmp set 'sequential.*/cube'"):
+    with pytest.warns(UserWarning, match="at step 6 kmp set 'sequential.*/cube'"):
         train(overflowing(), callbacks, epochs=2, height=1e4)
 
 
@@ -390,7 +419,7 @@ def test_interrupted_training_resumes_with_the_layers_of_its_log_before_its_firs
     skipped = kmp.load_run(tmp_path / "run").last("overflow_count")
     with pytest.warns(
         UserWarning,
-        match=r"As at step \d+, before the training was resumed, kmp set 'sequential/cube'",
+        match=r"as at step \d+, before the training was resumed, kmp set 'sequential/cube'",
     ):
         model, run = interrupted_or_resumed([])
     assert dtypes(model) == {"cube": "float32", "norm": "float32", "head": "float16"}

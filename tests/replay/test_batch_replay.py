@@ -198,6 +198,54 @@ def test_chain_of_layers_that_overflow_is_found_as_a_whole():
     assert named(replayed(model, np.ones((ROWS, 4), "float32")).float32_layers) == ["d", "e"]
 
 
+def replay_of_towers(weight, initial_scale=2.0**15):
+    """Returns the replay of two towers whose gradients a factor of about `weight` divides."""
+    inputs, outputs = keras.Input((4,)), []
+    for name in ("large", "small"):
+        hidden = layers.Dense(4, kernel_initializer="ones", name=f"{name}_hidden")(inputs)
+        head = layers.Dense(1, kernel_initializer="ones", dtype="float32", name=name)
+        outputs.append(head(hidden))
+    model = keras.Model(inputs, outputs)
+    model.compile("sgd", ["mse"] * 2, loss_weights=[1.0, weight])
+    x = np.random.default_rng(0).uniform(1, 2, (ROWS, 4)).astype("float32")
+    y = [np.full((ROWS, 1), 1e3, "float32"), np.ones((ROWS, 1), "float32")]
+    return replayed(model, x, y, loss_scale=2.0**12, initial_scale=initial_scale)
+
+
+def test_cure_of_an_overflow_keeps_the_gradients_of_another_branch():
+    replay = replay_of_towers(1e-11)
+    assert replay.gradients.usable_scale < 2.0**4
+    search = replay.search
+    assert (search.layers, search.branch) == (["large_hidden"], ["small_hidden"])
+    assert 2.0**4 <= search.loss_scale <= 2.0**15
+
+
+@pytest.mark.parametrize(
+    ("weight", "initial_scale"),
+    [
+        (1e-3, 2.0**15),  # not flushed at the usable scale
+        (1e-20, 2.0**15),  # also flushed at the initial scale, without any overflow
+        (1e-11, 2.0**4),  # flushed there too
+        (0.0, 2.0**15),
+    ],
+)
+def test_branch_that_no_change_would_keep_or_lose_does_not_change_the_cure(weight, initial_scale):
+    search = replay_of_towers(weight, initial_scale).search
+    assert (search.is_found, search.layers) == (True, [])
+    assert (search.branch, search.loss_scale) == ([], None)
+
+
+def test_gradients_that_vanish_on_their_way_to_the_input_do_not_change_the_cure():
+    small = keras.initializers.Constant(1e-13)
+    model = sequential(
+        layers.Dense(4, kernel_initializer="ones", name="first"),
+        layers.Dense(4, kernel_initializer=small, name="vanishing"),
+        layers.Dense(1, kernel_initializer="ones", dtype="float32", name="head"),
+    )
+    replay = replayed(model, y=np.full((ROWS, 1), 1e3, "float32"), loss_scale=2.0**15)
+    assert (replay.search.is_found, replay.search.layers, replay.search.branch) == (True, [], [])
+
+
 def test_flushed_gradients_are_told_from_zeros():
     inputs = keras.Input((4,))
     alive = layers.Dense(1, dtype="float32", name="alive")(inputs)
