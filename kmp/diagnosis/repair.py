@@ -75,7 +75,7 @@ def may_diverge(run: RunMetrics, replay: Replay) -> bool:
     has_risen = loss > thresholds.EXPLODING_LOSS * max(abs(first), thresholds.SMALL_LOSS)
     if has_risen or run.update_ratio[1] > thresholds.DIVERGING_UPDATE:
         return True
-    return run.has_no_update and run.estimated_update > thresholds.DIVERGING_ESTIMATE
+    return run.estimated_update > thresholds.DIVERGING_ESTIMATE
 
 
 def _cause_in_float16(run: RunMetrics) -> Cause | None:

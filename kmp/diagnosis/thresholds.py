@@ -105,7 +105,7 @@ EXPLODING_UPDATE = 0.5  # with skipped steps or a loss that rose a hundredfold
 # in which it decides are below 0.25 or above 12. Kept, because layers in float32 do not repair a
 # divergence.
 DIVERGING_UPDATE = 1.0
-# Of the first update, as SGD's learning rate and the gradients in float32 estimate it. Not seen:
+# Of the next update, as SGD's learning rate and the gradients in float32 estimate it. Not seen:
 # those of the runs are below 1.1, and of a program with inputs up to 3000 it is 4500. Kept, because
 # layers in float32 do not repair a divergence.
 DIVERGING_ESTIMATE = 10.0
