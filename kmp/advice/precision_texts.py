@@ -6,12 +6,13 @@ from kmp.diagnosis import RunMetrics, name_of, soundness, thresholds
 from kmp.diagnosis.precision_causes import (
     Repaired,
     StaleState,
+    StaleStateIn16Bits,
     UnscaledLoss,
     WrongGradients,
     WrongOutputs,
 )
 from kmp.records import Replay
-from kmp.records.replay import LOSS_FUNCTION, LayerError
+from kmp.records.replay import LOSS_FUNCTION, LayerError, StateError
 
 
 @text_of.register
@@ -148,13 +149,38 @@ def _is_inside(layer: str, origin: LayerError) -> bool:
 def _(cause: StaleState, run: RunMetrics) -> Text:
     error = cause.error
     note = replayed_with_change(cause.replay, "the updates for the batch agree")
+    evidence = (
+        f"{of_a_batch(cause.replay)} what a step adds to {error.path} differs from float32 by"
+        f" {percent(error.error)}; {_noise_of_state(error)}"
+    )
     return Text(
         f"The state {name_of(error.path)!r} of {run.describe(cause.location)} stays behind: float16"
         " has too few bits for its updates.",
-        f"{of_a_batch(cause.replay)} what a step adds to {error.path} differs from float32 by"
-        f" {percent(error.error)}; for another batch it would differ by {percent(error.noise)}",
+        evidence,
         f"{note}; or create the weight in float32, with autocast=False",
     )
+
+
+@text_of.register
+def _(cause: StaleStateIn16Bits, run: RunMetrics) -> Text:
+    error = cause.error
+    where = run.describe(cause.location)
+    return Text(
+        f"The state {name_of(error.path)!r} of {where} stays behind: it is a {error.dtype}"
+        " variable, which has too few bits for its updates.",
+        f"{of_a_batch(cause.replay)} what a step adds to {error.path} differs from that to a"
+        f" float32 variable by {percent(error.error)}; {_noise_of_state(error)}",
+        "the variable has to be float32, and it is not enough that its layer computes in float32;"
+        " if the layer creates it with a dtype of its own: self.add_weight(dtype='float32',"
+        " autocast=False)",
+    )
+
+
+def _noise_of_state(error: StateError) -> str:
+    if error.noise:
+        return f"for another batch it would differ by {percent(error.noise)}"
+    share = percent(error.next_update)
+    return f"it does not depend on the batch, and the next step adds {share} of it again"
 
 
 @text_of.register

@@ -29,11 +29,14 @@ def is_harmful_gradient(error: GradientError) -> bool:
 
 
 def is_harmful_state(error: StateError) -> bool:
-    """Whether a state that moves slowly stays far from where the batches move it."""
+    """Whether a state that moves slowly stays far from where the batches move it.
+
+    Or from where the weights move it, if its update does not depend on the batch.
+    """
     if error.noise >= thresholds.HARMFUL_GRADIENT_ERROR:
         return False
-    moves_slowly = error.next_update > thresholds.SLOW_UPDATE
-    return moves_slowly and error.error > thresholds.HARMFUL_GRADIENT_ERROR
+    limit = thresholds.SLOW_UPDATE if error.noise else thresholds.STEADY_UPDATE
+    return error.next_update > limit and error.error > thresholds.HARMFUL_GRADIENT_ERROR
 
 
 def are_harmful(output_error: float, gradient_errors: Sequence[GradientError]) -> bool:

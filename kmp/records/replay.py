@@ -105,7 +105,8 @@ class BatchCheck:
         lost_weights: The weights with values that are 0 or Inf in float16, of layers that compute
             in it.
         float16_states: The number of float16 variables that the training step assigns beside the
-            weights.
+            weights, and that no pass compares.
+        float16_state_names: The names of those that the model has as attributes.
     """
 
     nonfinite: NonfinitePart | None = None
@@ -114,6 +115,7 @@ class BatchCheck:
     nonfinite_variables: Texts = field(default_factory=list)
     lost_weights: Annotated[list[LostWeight], MOST_VARIABLES] = field(default_factory=list)
     float16_states: Count = 0
+    float16_state_names: Texts = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -254,15 +256,18 @@ class StateError:
     Args:
         path: Path of the variable.
         error: The L2 norm of the difference from the state after the update in float32.
-        noise: At most how much the update would differ for another batch of the same size.
+        noise: At most how much the update would differ for another batch of the same size: 0 of a
+            state that does not depend on the batch, such as a moving average of weights.
         next_update: The L2 norm of the update that follows on the same batch: 0 if the state is
             the batch's own, almost 1 if it moves slowly.
+        dtype: The dtype of the variable.
     """
 
     path: Text
     error: Magnitude
     noise: Magnitude
     next_update: Magnitude
+    dtype: Text = "float32"
 
 
 @dataclass(frozen=True)

@@ -236,8 +236,11 @@ class Passes:
 
     def _begin_with_states(self, scope: keras.StatelessScope) -> None:
         for path, variable in float_states(self.model).items():
+            dtype = variable.dtype  # of a state in 16 bits, float32 where a pass is in float32
             if path in self.states:
-                scope.add_update((variable, tf.constant(self.states[path], variable.dtype)))
+                scope.add_update((variable, tf.constant(self.states[path], dtype)))
+            elif variable.value.dtype != dtype:
+                scope.add_update((variable, tf.cast(variable.value, dtype)))
 
     def _loss_of(self, marks: LayerMarks, received: ReceivedGradients) -> float:
         if self.step.run is None:

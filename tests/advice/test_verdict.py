@@ -11,7 +11,14 @@ from conftest import make_replay, sample_from
 import kmp
 from kmp.diagnosis import cure_of
 from kmp.records import Run
-from kmp.records.replay import GradientError, LayerError, LostWeight, NonfiniteOperation, StateError
+from kmp.records.replay import (
+    BatchCheck,
+    GradientError,
+    LayerError,
+    LostWeight,
+    NonfiniteOperation,
+    StateError,
+)
 
 UNKNOWN = "It is not known whether float16 hurts this run."
 GOOD = "float16 does not hurt this run: "
@@ -65,6 +72,8 @@ COMPARED = compared(row(1)), row(50), compared(row(100))
 LATER = row(50), row(100)
 FLUSHED = make_replay(32, 2.0**15, 1.0, 1.0, True, True, flushed={"net/kernel": 0.6})
 NOT_FINITE = make_replay(32, 2.0**15, None, 1.0, False, True)
+AGREES = make_replay(32, 2.0**15, 1.0, 1.0, True, True, output_error=0.001)
+SLOW = {"float16_state_names": ["agent.slow", "agent.slow"]}
 RANDOM = make_replay(32, 2.0**15, 1.0, 1.0, True, True)
 HARMFUL_GRADIENTS = [GradientError("net/dense", 0.6, 0.5, 1.0, 0.1)]
 KERNEL = {"first": -6, "counts": [100], "amax": 2.0**-6, "norm": 1.0}
@@ -140,6 +149,14 @@ OPEN = {
     "state in float16": (
         [compared(row(1), float16_states=3), row(50), compared(row(100))],
         "what 3 variables in float16 lose that the training step assigns beside the weights",
+    ),
+    "named states in float16": (
+        [
+            compared(row(1)),
+            row(50),
+            row(100) | {"replay": replace(AGREES, batch=BatchCheck(float16_states=3, **SLOW))},
+        ],
+        "what 3 variables in float16, of agent.slow, lose that the training step assigns",
     ),
     "few samples": ([compared(row(1)), compared(row(100))], "the gradients of the whole run"),
     "early samples": (
@@ -372,6 +389,28 @@ def test_state_whose_updates_float16_loses_is_a_finding():
     assert finding.title.startswith("The state 'mean' of layer 'net' stays behind")
     assert finding.change == "kmp.layers.Float32(Running(..., name='net'))"
     assert advice_with(noisy, own).verdict.startswith(GOOD)
+
+
+def test_state_in_float16_needs_another_dtype_of_its_variable():
+    lost = [
+        StateError(f"net/{name}", 1.0, 0.0, next_update, "float16")
+        for name, next_update in (("slow/kernel", 0.99), ("slow/bias", 0.99), ("vector", 0.8))
+    ]
+    last = compared(row(100), state_errors=lost, float32_layers=["net/slow"])
+    rows = [compared(row(1)), row(50), last]
+    layers = {"net/slow": "Dense", "net": "Sequential"}
+
+    finding = advice_of(*rows, layers=layers)[0]
+    assert finding.title.startswith(
+        "The state 'kernel' of layer 'slow' stays behind: it is a float16 variable"
+    )
+    assert "the next step adds 99 % of it again" in finding.evidence
+    assert finding.change == "Dense(dtype='float32', name='slow')"
+
+    finding = advice_of(*rows, layers=layers, policy="float16")[0]
+    assert finding.change == "kmp.enable(policy='mixed_float16')"
+    # A repair of the training does not change the dtype of variables.
+    assert cure_of(Run(rows, {"settings": SETTINGS | {"layers": layers}})) is None
 
 
 @pytest.mark.parametrize("case", OPEN)

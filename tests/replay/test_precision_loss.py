@@ -234,6 +234,31 @@ class RunningMean(keras.layers.Layer):
         return x - mean
 
 
+class PowerIteration(keras.layers.Layer):
+    """Divides its inputs by the largest singular value of a matrix, as spectral normalization."""
+
+    def __init__(self, steps, second=0.5):
+        super().__init__(name="running")
+        self.steps, self.second = steps, second
+
+    def build(self, shape):
+        singular = np.full(shape[-1], self.second, "float32")
+        singular[0] = 1.0
+        axes = np.linalg.qr(np.random.default_rng(0).normal(size=(shape[-1], shape[-1])))[0]
+        self.matrix = self.add_weight(shape=(shape[-1], shape[-1]), trainable=False)
+        self.matrix.assign((axes * singular) @ axes.T)
+        vector = axes[:, :1] + self.second ** (2 * self.steps) * axes[:, 1:2]
+        self.vector = self.add_weight(shape=vector.shape, trainable=False, name="mean")
+        self.vector.assign(vector)
+
+    def call(self, x):
+        matrix = ops.convert_to_tensor(self.matrix)
+        vector = ops.matmul(matrix, ops.matmul(matrix, self.vector))
+        norm = ops.norm(vector)
+        self.vector.assign(vector / norm)
+        return x / norm
+
+
 @pytest.mark.parametrize(
     ("layer", "is_lost"),
     [
@@ -242,6 +267,9 @@ class RunningMean(keras.layers.Layer):
         (lambda: RunningMean(-42.0), False),  # there already: what is left is noise
         (lambda: RunningMean(-40.0, momentum=0.0), False),  # the mean of the batch alone
         (lambda: layers.BatchNormalization(name="running"), False),
+        (lambda: PowerIteration(1), False),
+        (lambda: PowerIteration(20), False),  # converged: what is left of its update is rounding
+        (lambda: PowerIteration(200, second=0.98), False),
     ],
 )
 def test_state_whose_updates_float16_loses_is_told_from_one_that_has_converged(layer, is_lost):
