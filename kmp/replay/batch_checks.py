@@ -4,7 +4,7 @@ NaN, Inf, inputs that overflow float16, and targets that are not classes.
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import keras
@@ -21,7 +21,6 @@ from kmp.replay.precision_loss import lost_weights
 from kmp.utils.float_formats import DTYPES_16_BIT, FLOAT16, FLOAT32
 
 _MOST_NAMED = 100
-_NESTED = list, tuple, dict
 # The class and the function of a loss.
 _BINARY = keras.losses.BinaryCrossentropy, keras.losses.binary_crossentropy
 _SPARSE = keras.losses.SparseCategoricalCrossentropy, keras.losses.sparse_categorical_crossentropy
@@ -55,11 +54,17 @@ def _float16_states(passes: Passes) -> list[str]:
     names = {id(each.value.handle): each.path for each in model.trainable_variables}
     for layer in sublayers(model):
         for attribute, value in vars(layer).items():
-            values = keras.tree.flatten(value) if isinstance(value, _NESTED) else [value]
-            for variable in values:
+            for variable in _items(value):
                 if isinstance(variable, tf.Variable):
                     names[id(variable.handle)] = f"{layer.name}.{attribute}"
     return [names.get(each, "") for each in assigned if each not in compared]
+
+
+def _items(value: Any) -> Iterable[Any]:
+    """Returns the items of a list, a tuple or the values of a dictionary, or the value itself."""
+    if isinstance(value, Mapping):
+        return value.values()
+    return value if isinstance(value, list | tuple) else [value]
 
 
 def _nonfinite_variables(variables: Mapping[str, Any]) -> list[str]:
