@@ -45,6 +45,11 @@ def _(cause: BackwardOverflow, run: RunMetrics) -> Text:
         title = (
             f"The backward pass of {run.describe(cause.location)} overflows float16 at {scales}."
         )
+    if cause.is_of_own_loss:
+        title = (
+            f"Gradients overflow at {scales}; those of the loss of the training loop were not"
+            " compared with float32."
+        )
     return Text(title, _evidence(cause, run), _note(cause))
 
 
@@ -69,6 +74,13 @@ def _evidence(cause: BackwardOverflow, run: RunMetrics) -> str:
 
 
 def _note(cause: BackwardOverflow) -> str:
+    if cause.is_of_own_loss:
+        return (
+            "no replay has this loss: cast the outputs of the model to float32 before the loss is"
+            " computed from them; a division by a small number, as in a finite difference, makes"
+            " large gradients in every precision. A training in float32 shows whether float16 is"
+            " the cause"
+        )
     if cause.replay is None:
         return (
             f"no batch was replayed: layers between {cause.origin} and the loss, or the loss, may"

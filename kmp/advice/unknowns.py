@@ -60,7 +60,7 @@ def _missing_in(comparisons: list[Replay]) -> Iterator[str]:
     if any(replay.is_forward_only for replay in comparisons):
         yield doubt(
             "how far gradients are from those in float32, because only the forward pass could be"
-            " replayed",
+            " replayed, without the loss",
             _FLOAT32_TRAINING,
         )
         return

@@ -52,6 +52,8 @@ class BackwardOverflow(Cause):
         origin_share: The share of these overflows.
         is_any_scale: Whether it overflows at every scale, not only above the one in use.
         is_in_layer: Whether the location is the layer whose backward pass overflows.
+        is_of_own_loss: Whether the loss is computed outside of all replays, so that nothing tells
+            where the backward pass overflows: the gradients may come from there.
     """
 
     stage = Stage.BACKWARD
@@ -62,6 +64,7 @@ class BackwardOverflow(Cause):
     origin_share: float
     is_any_scale: bool
     is_in_layer: bool
+    is_of_own_loss: bool = False
 
 
 def backward_overflow(run: RunMetrics) -> BackwardOverflow | NonfiniteForward | None:
@@ -77,15 +80,17 @@ def backward_overflow(run: RunMetrics) -> BackwardOverflow | NonfiniteForward | 
     if replay and operation:
         return forward_causes.explained(run, operation, replay)
     layer = _layer_of_backward(replay) if replay else ""
+    is_of_own_loss = replay is None and run.has_own_loss
     return BackwardOverflow(
         name="backward_overflow",
-        location=layer or origin,
+        location="" if is_of_own_loss else layer or origin,
         edits=edits.replayed(run, replay) if replay else (),
         replay=replay,
         origin=origin,
         origin_share=share,
         is_any_scale=run.is_fixed or run.is_stuck,
         is_in_layer=bool(layer),
+        is_of_own_loss=is_of_own_loss,
     )
 
 
