@@ -12,7 +12,8 @@ from kmp.diagnosis.precision_causes import (
     WrongOutputs,
 )
 from kmp.records import Replay
-from kmp.records.replay import LOSS_FUNCTION, LayerError, StateError
+from kmp.records.replay import LOSS_FUNCTION, LayerError, LossyOperation, StateError
+from kmp.utils.float_formats import FORMATS_16_BIT
 
 
 @text_of.register
@@ -88,6 +89,8 @@ def _(cause: WrongOutputs, run: RunMetrics) -> Text:
     )
 
 
+_TOO_FEW_BITS = "float16 has too few bits for what it computes"
+
 # Why the outputs of a layer differ, and what of the measurement shows it.
 _Reason = tuple[str, str]
 
@@ -97,8 +100,9 @@ def _reason(replay: Replay, origin: LayerError) -> _Reason:
         _lossy_weight(replay, origin)
         or _overflow_inside(replay, origin)
         or _rounded_inputs(origin)
+        or _lossy_operation(replay, origin)
         or _underflow_inside(replay, origin)
-        or ("float16 has too few bits for what it computes", "; nothing in it is NaN or Inf")
+        or (_TOO_FEW_BITS, "; nothing in it is NaN or Inf")
     )
 
 
@@ -129,6 +133,38 @@ def _rounded_inputs(origin: LayerError) -> _Reason | None:
         return None
     shown = f"; in float32 on rounded inputs by {percent(of_inputs)}"
     return "float16 rounds its inputs too much", shown
+
+
+def _lossy_operation(replay: Replay, origin: LayerError) -> _Reason | None:
+    found = soundness.lossy_operation(replay, lambda layer: _is_inside(layer, origin))
+    return (f"it {_lossy(found)}", "; nothing in it is NaN or Inf") if found else None
+
+
+# What an operation that loses its result is in words.
+_FUNCTIONS = {
+    "Cos": "cosine",
+    "Sigmoid": "sigmoid",
+    "Sin": "sine",
+    "Tan": "tangent",
+    "Tanh": "hyperbolic tangent",
+}
+
+
+def _lossy(found: LossyOperation) -> str:
+    """Returns what an operation does with numbers for which 16 bits are too few."""
+    dtype, largest = found.dtype, f"numbers up to {found.largest_input:.3g}"
+    bits = FORMATS_16_BIT[dtype].fraction_bits + 1 if dtype in FORMATS_16_BIT else 0
+    kept = f"of which {dtype} keeps {bits} bits"
+    function = _FUNCTIONS.get(found.operation, found.operation)
+    if found.kind == "cancellation":
+        return f"subtracts {largest} that differ by about {found.typical:.2g}, {kept}"
+    if found.kind == "phase":
+        return f"takes the {function} of {largest}, {kept}"
+    if found.kind == "saturation":
+        return (
+            f"takes a {function} that is exactly 1 in {dtype}, for {found.share:.0%} of its values"
+        )
+    return f"adds terms of about {found.typical:.2g} to {largest}, {kept}"
 
 
 def _underflow_inside(replay: Replay, origin: LayerError) -> _Reason | None:
@@ -210,10 +246,9 @@ def _(cause: WrongGradients, run: RunMetrics) -> Text:
 def _title_of_loss(cause: WrongGradients, run: RunMetrics) -> str:
     found = soundness.overflow_inside(cause.replay)
     if found is None:
-        return (
-            "The loss is not that of float32, though the outputs are: float16 has too few bits for"
-            " what it computes."
-        )
+        lossy = soundness.lossy_operation(cause.replay, LOSS_FUNCTION.__eq__)
+        reason = f"it {_lossy(lossy)}" if lossy else _TOO_FEW_BITS
+        return f"The loss is not that of float32, though the outputs are: {reason}."
     added = "" if found.layer == LOSS_FUNCTION else f" that {run.describe(found.layer)} adds"
     returned = f"{found.operation} in it returns {found.value} in float16"
     return f"The loss{added} is not that of float32: {returned}."

@@ -1,6 +1,6 @@
 """Whether a compared pass is sound, and where a harmful error begins."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from kmp.diagnosis import thresholds
 from kmp.records import Replay
@@ -8,6 +8,7 @@ from kmp.records.replay import (
     LOSS_FUNCTION,
     GradientError,
     LayerError,
+    LossyOperation,
     LostWeight,
     NonfiniteOperation,
     StateError,
@@ -106,6 +107,13 @@ def overflow_inside(replay: Replay) -> NonfiniteOperation | None:
     """
     suspects = (LOSS_FUNCTION, *replay.float32_layers)
     return next((each for each in forward_operations(replay) if each.layer in suspects), None)
+
+
+def lossy_operation(replay: Replay, is_of: Callable[[str], bool]) -> LossyOperation | None:
+    """Returns the operation that loses most, of those in the layers of which `is_of` holds."""
+    found = replay.overflow.lossy if replay.overflow else []
+    inside = (each for each in found if is_of(each.layer))
+    return max(inside, key=lambda each: each.error, default=None)
 
 
 def lost_weights_of(replay: Replay, layer: str) -> list[LostWeight]:

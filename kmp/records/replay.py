@@ -171,6 +171,33 @@ class NonfiniteOperation:
 
 
 @dataclass(frozen=True)
+class LossyOperation:
+    """An operation of the forward pass for whose finite result 16 bits are too few.
+
+    Args:
+        layer: Path of the layer that ran it, or `"the loss function"`.
+        operation: TensorFlow's type of the operation, such as `"Sub"`.
+        kind: `"cancellation"`: a difference that is small beside its operands. `"phase"`: a
+            periodic function of a large number. `"saturation"`: a result that is exactly 1, and
+            not in float32. `"lost_terms"`: a sum that keeps few bits of its small terms.
+        dtype: The dtype of its result.
+        largest_input: The largest magnitude among its inputs, of a long sum that of a term.
+        typical: The root mean square of the results; of a sum, of the small terms.
+        share: The share of the results with this loss.
+        error: An estimate of the error of the results, relative to how they vary.
+    """
+
+    layer: Text
+    operation: Text
+    kind: Literal["cancellation", "phase", "saturation", "lost_terms"]
+    dtype: Text
+    largest_input: Magnitude
+    typical: Magnitude
+    share: Share
+    error: Magnitude
+
+
+@dataclass(frozen=True)
 class Overflow:
     """The operations of a pass that is not finite, or finite and far from float32.
 
@@ -184,6 +211,8 @@ class Overflow:
         outputs: The layers whose outputs were not finite, in the order of their calls.
         underflows: The largest share of the results of an operation that are 0 in float16 though
             its operands are not, by layer; zeros are omitted. Measured in a finite pass.
+        lossy: The operation of each layer that loses most, the largest error first, in a finite
+            pass.
         is_finite_compiled: Whether the outputs of a compiled forward pass were those of float32,
             though the loss of the replay, which runs operation by operation, was not finite.
     """
@@ -196,6 +225,7 @@ class Overflow:
     )
     outputs: Texts = field(default_factory=list)
     underflows: ShareByPath = field(default_factory=dict)
+    lossy: Annotated[list[LossyOperation], Meta(max_length=100)] = field(default_factory=list)
     is_finite_compiled: bool = False
 
 

@@ -23,6 +23,7 @@ from kmp.backend.undo import Undos
 from kmp.gradients.gradient_sampler import paths_of
 from kmp.gradients.tensor_statistics import gradient_statistics
 from kmp.records import GradientSample
+from kmp.records.replay import LossyOperation
 from kmp.replay.instruments import (
     OperationWatch,
     ReceivedGradients,
@@ -43,6 +44,7 @@ class PassResult(NamedTuple):
         gradients: The gradient of each variable by path, a tensor, `tf.IndexedSlices` or `None`.
         marks: The layers of the pass and the gradients of their outputs.
         nonfinite: The operations that returned NaN or Inf, if they were watched.
+        lossy: The operations for whose finite results 16 bits are too few, if they were watched.
         factor: What the gradients are multiplied by.
         is_random: Whether the forward pass drew random numbers that differ between passes or
             dtypes.
@@ -53,6 +55,7 @@ class PassResult(NamedTuple):
     gradients: dict[str, Any]
     marks: LayerMarks
     nonfinite: NonfiniteOperations
+    lossy: list[LossyOperation]
     factor: float
     is_random: bool
     states: dict[str, np.ndarray]
@@ -229,6 +232,7 @@ class Passes:
             gradients=self._gradients_of(received),
             marks=marks,
             nonfinite=operations.nonfinite,
+            lossy=operations.lossy.found,
             factor=factor,
             is_random=operations.is_random,
             states=states,

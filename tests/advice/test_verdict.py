@@ -15,8 +15,10 @@ from kmp.records.replay import (
     BatchCheck,
     GradientError,
     LayerError,
+    LossyOperation,
     LostWeight,
     NonfiniteOperation,
+    Overflow,
     StateError,
 )
 
@@ -241,6 +243,44 @@ def test_finding_about_outputs_says_where_they_differ_and_why_as_it_was_measured
     differences = "by 110 % of how they vary; in layer 'norm' alone, given float32 inputs, by 100 %"
     assert f"the outputs of the model differ from float32 {differences}" in finding.evidence
     assert finding.change == "kmp.layers.Float32(Layer(..., name='norm'))"
+
+
+LOSSY = [
+    (
+        LossyOperation("net/norm/inner", "Sub", "cancellation", "float16", 20480.0, 1.31, 1.0, 9.0),
+        "subtracts numbers up to 2.05e+04 that differ by about 1.3, of which float16 keeps 11 bits",
+    ),
+    (
+        LossyOperation("net/norm", "Cos", "phase", "bfloat16", 300.0, 0.7, 1.0, 2.0),
+        "takes the cosine of numbers up to 300, of which bfloat16 keeps 8 bits",
+    ),
+    (
+        LossyOperation("net/norm", "Sigmoid", "saturation", "float16", 12.0, 1.0, 0.7, 0.7),
+        "takes a sigmoid that is exactly 1 in float16, for 70% of its values",
+    ),
+    (
+        LossyOperation("net/norm", "AddV2", "lost_terms", "float16", 512.0, 0.062, 0.9, 0.9),
+        "adds terms of about 0.062 to numbers up to 512, of which float16 keeps 11 bits",
+    ),
+]
+
+
+@pytest.mark.parametrize(("found", "reason"), LOSSY)
+def test_finding_says_which_operation_has_too_few_bits(found, reason):
+    smaller, elsewhere = replace(found, error=0.1), replace(found, layer="net/head", error=100.0)
+    overflow = Overflow(lossy=[elsewhere, replace(smaller, typical=7.0), found])
+    record = compared(row(1), 1.1, layer_errors=NORM, **NOTICED)
+    record["replay"] = replace(record["replay"], overflow=overflow)
+    assert first_finding(record).title == (
+        f"The outputs of layer 'norm' are not those of float32: it {reason}."
+    )
+
+    record = compared(row(1), gradient_errors=HARMFUL_GRADIENTS, float32_layers=["net/norm"])
+    of_loss = Overflow(lossy=[elsewhere, replace(found, layer="the loss function")])
+    record["replay"] = replace(record["replay"], loss=0.1, float32_loss=0.3, overflow=of_loss)
+    assert first_finding(record).title == (
+        f"The loss is not that of float32, though the outputs are: it {reason}."
+    )
 
 
 def test_change_is_of_the_layer_that_a_program_creates_and_the_title_of_the_part_that_fails():

@@ -57,6 +57,41 @@ def test_error_of_a_finite_pass_is_measured_where_it_is_born_and_its_layer_is_fo
     assert max(each.new_error or 0.0 for name, each in errors.items() if name != "lossy") < 0.01
 
 
+def difference(x):
+    return x * 1000 - x * 999.5
+
+
+def sine(x):
+    return ops.sin(x * 3000)
+
+
+def doubt(x):
+    return ops.log(1.001 - ops.sigmoid(9 + 2 * x))
+
+
+def small_terms(x):
+    return (ops.ones_like(x) * 512 + x / 16 - 512) * 16
+
+
+@pytest.mark.parametrize(
+    ("function", "operation", "kind"),
+    [
+        (difference, "Sub", "cancellation"),
+        (sine, "Sin", "phase"),
+        (doubt, "Sigmoid", "saturation"),
+        (small_terms, "AddV2", "lost_terms"),
+    ],
+)
+def test_operation_that_loses_most_of_a_lossy_layer_is_classified(function, operation, kind):
+    first = layers.Dense(4, kernel_initializer="identity", name="first")
+    lossy = layers.Lambda(function, name="lossy")
+    x = NORMAL.astype("float16").astype("float32")
+    result = replayed(sequential(first, lossy, layers.Dense(1, name="head")), x)
+    assert named(result.float32_layers) == ["lossy"]
+    (found,) = [each for each in result.overflow.lossy if named([each.layer]) == ["lossy"]]
+    assert (found.operation, found.kind, found.dtype) == (operation, kind, "float16")
+
+
 def test_dropout_and_losses_that_layers_add_are_no_errors():
     parts = layers.Dense(8, "relu"), layers.Dropout(0.5), Penalty(ops.mean), layers.Dense(1)
     result = replayed(sequential(*parts), NORMAL)
