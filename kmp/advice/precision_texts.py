@@ -152,10 +152,12 @@ _FUNCTIONS = {
 
 def _lossy(found: LossyOperation) -> str:
     """Returns what an operation does with numbers for which 16 bits are too few."""
-    dtype, largest = found.dtype, f"numbers up to {found.largest_input:.3g}"
+    dtype, largest = found.dtype, f"numbers up to {found.largest_input:.5g}"
     bits = FORMATS_16_BIT[dtype].fraction_bits + 1 if dtype in FORMATS_16_BIT else 0
     kept = f"of which {dtype} keeps {bits} bits"
     function = _FUNCTIONS.get(found.operation, found.operation)
+    if found.kind == "cancellation" and not found.typical:
+        return f"subtracts {largest} that are equal in {dtype}"
     if found.kind == "cancellation":
         return f"subtracts {largest} that differ by about {found.typical:.2g}, {kept}"
     if found.kind == "phase":

@@ -181,7 +181,7 @@ class LossyOperation:
             periodic function of a large number. `"saturation"`: a result that is exactly 1, and
             not in float32. `"lost_terms"`: a sum that keeps few bits of its small terms.
         dtype: The dtype of its result.
-        largest_input: The largest magnitude among its inputs, of a long sum that of a term.
+        largest_input: The largest magnitude among its inputs, of a long sum among the partial sums.
         typical: The root mean square of the results; of a sum, of the small terms.
         share: The share of the results with this loss.
         error: An estimate of the error of the results, relative to how they vary.

@@ -76,6 +76,7 @@ def _classified(
         losses = [_saturated(arguments[0], values, _SATURATING[operation])]
     else:
         losses = [_lost_in_long_sum(np.abs(arguments[0]), values, rounding)]
+        arguments = [values]  # the partial sums
     largest = max(float(np.max(np.abs(each))) for each in arguments)
     return [
         LossyOperation(layer, operation, each.kind, result.dtype, largest, *each[1:])
@@ -100,7 +101,9 @@ def _losses_of_sum(
     typical, operand, addend = map(_mean_size, (values, larger, smaller))
     error = _relative_to_spread(rounding * operand, values)
     losses = [_Loss("lost_terms", addend, 1.0, error)]
-    if typical < _SMALL_DIFFERENCE * operand:
+    if not values.any() and larger.max() > 1.0:  # not the numbers of a mask
+        losses = [_Loss("cancellation", 0.0, 1.0, 1.0)]
+    elif typical < _SMALL_DIFFERENCE * operand:
         losses = [_Loss("cancellation", typical, 1.0, error)]
     if has_constant:  # such as an epsilon, which is lost on purpose
         return losses
@@ -121,7 +124,7 @@ def _saturated(argument: np.ndarray, values: np.ndarray, largest: float) -> _Los
 
 
 def _lost_in_long_sum(terms: np.ndarray, values: np.ndarray, rounding: float) -> _Loss:
-    is_lost = (terms > 0) & (terms < rounding * float(np.max(np.abs(values))))
+    is_lost = (terms > 0) & (terms <= rounding * float(np.max(np.abs(values))))
     share = float(np.mean(is_lost))
     return _Loss("lost_terms", _mean_size(terms[is_lost]), share, share)
 

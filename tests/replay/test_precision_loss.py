@@ -61,6 +61,10 @@ def difference(x):
     return x * 1000 - x * 999.5
 
 
+def vanishing(x):
+    return ops.cast(1000 + 0.1 * ops.cast(x, "float32"), x.dtype) - 1000
+
+
 def sine(x):
     return ops.sin(x * 3000)
 
@@ -73,13 +77,20 @@ def small_terms(x):
     return (ops.ones_like(x) * 512 + x / 16 - 512) * 16
 
 
+def total(x):
+    steps = ops.repeat(1 + 0.2 * x[..., None], 4096, -1)
+    return ops.cumsum(steps, -1)[..., -1] / 4096
+
+
 @pytest.mark.parametrize(
     ("function", "operation", "kind"),
     [
         (difference, "Sub", "cancellation"),
+        (vanishing, "Sub", "cancellation"),
         (sine, "Sin", "phase"),
         (doubt, "Sigmoid", "saturation"),
         (small_terms, "AddV2", "lost_terms"),
+        (total, "Cumsum", "lost_terms"),
     ],
 )
 def test_operation_that_loses_most_of_a_lossy_layer_is_classified(function, operation, kind):
