@@ -239,7 +239,12 @@ def _largest(values: np.ndarray) -> float:
 def float_values(tensors: Sequence[Any]) -> list[FloatValues]:
     """Returns the float tensors among the inputs or outputs of an operation."""
     return [
-        FloatValues(tensor.dtype.name, np.asarray(tensor))
+        FloatValues(tensor.dtype.name, _array_of(tensor))
         for tensor in tensors
         if is_eager_float(tensor)
     ]
+
+
+def _array_of(tensor: Any) -> np.ndarray:
+    # Without a copy; but TensorFlow returns no array for a scalar of bfloat16.
+    return np.asarray(tensor if tensor.shape.rank else tensor.numpy())

@@ -8,6 +8,7 @@ from conftest import sequential
 from keras import layers, ops
 from test_batch_replay import Penalty, named, replayed
 
+import kmp
 from kmp.backend.tensorflow_internals import equal_random_numbers, watching_operations
 from kmp.diagnosis.soundness import are_harmful, is_harmful, is_harmful_gradient, lost_states
 from kmp.records.replay import GradientError
@@ -101,6 +102,15 @@ def test_operation_that_loses_most_of_a_lossy_layer_is_classified(function, oper
     assert named(result.float32_layers) == ["lossy"]
     (found,) = [each for each in result.overflow.lossy if named([each.layer]) == ["lossy"]]
     assert (found.operation, found.kind, found.dtype) == (operation, kind, "float16")
+
+
+def test_operation_with_scalars_in_bfloat16_is_classified():
+    kmp.enable("mixed_bfloat16")
+    first = layers.Dense(4, kernel_initializer="identity", name="first")
+    parts = first, layers.Lambda(difference, name="lossy"), layers.Dense(1, name="head")
+    result = replayed(sequential(*parts, optimizer=kmp.wrap("sgd", loss_scale=1.0)), NORMAL)
+    (found,) = [each for each in result.overflow.lossy if named([each.layer]) == ["lossy"]]
+    assert (found.operation, found.kind, found.dtype) == ("Sub", "cancellation", "bfloat16")
 
 
 def test_dropout_and_losses_that_layers_add_are_no_errors():
