@@ -8,12 +8,14 @@ from kmp.diagnosis import RunMetrics, name_of, soundness, thresholds
 from kmp.diagnosis.precision_causes import (
     Repaired,
     StaleState,
+    StaleStateIn16Bits,
     UnscaledLoss,
     WrongGradients,
     WrongOutputs,
 )
 from kmp.records import Replay
-from kmp.records.replay import LOSS_FUNCTION, LayerError
+from kmp.records.replay import LOSS_FUNCTION, LayerError, LossyOperation, StateError
+from kmp.utils.float_formats import FORMATS_16_BIT
 
 
 @text_of.register
@@ -89,6 +91,8 @@ def _(cause: WrongOutputs, run: RunMetrics) -> Text:
     )
 
 
+_TOO_FEW_BITS = "float16 has too few bits for what it computes"
+
 # Why the outputs of a layer differ, and what of the measurement shows it.
 _Reason = tuple[str, str]
 
@@ -98,8 +102,9 @@ def _reason(replay: Replay, origin: LayerError) -> _Reason:
         _lossy_weight(replay, origin)
         or _overflow_inside(replay, origin)
         or _rounded_inputs(origin)
+        or _lossy_operation(replay, origin)
         or _underflow_inside(replay, origin)
-        or ("float16 has too few bits for what it computes", "; nothing in it is NaN or Inf")
+        or (_TOO_FEW_BITS, "; nothing in it is NaN or Inf")
     )
 
 
@@ -132,6 +137,40 @@ def _rounded_inputs(origin: LayerError) -> _Reason | None:
     return "float16 rounds its inputs too much", shown
 
 
+def _lossy_operation(replay: Replay, origin: LayerError) -> _Reason | None:
+    found = soundness.lossy_operation(replay, lambda layer: _is_inside(layer, origin))
+    return (f"it {_lossy(found)}", "; nothing in it is NaN or Inf") if found else None
+
+
+# What an operation that loses its result is in words.
+_FUNCTIONS = {
+    "Cos": "cosine",
+    "Sigmoid": "sigmoid",
+    "Sin": "sine",
+    "Tan": "tangent",
+    "Tanh": "hyperbolic tangent",
+}
+
+
+def _lossy(found: LossyOperation) -> str:
+    """Returns what an operation does with numbers for which 16 bits are too few."""
+    dtype, largest = found.dtype, f"numbers up to {found.largest_input:.5g}"
+    bits = FORMATS_16_BIT[dtype].fraction_bits + 1 if dtype in FORMATS_16_BIT else 0
+    kept = f"of which {dtype} keeps {bits} bits"
+    function = _FUNCTIONS.get(found.operation, found.operation)
+    if found.kind == "cancellation" and not found.typical:
+        return f"subtracts {largest} that are equal in {dtype}"
+    if found.kind == "cancellation":
+        return f"subtracts {largest} that differ by about {found.typical:.2g}, {kept}"
+    if found.kind == "phase":
+        return f"takes the {function} of {largest}, {kept}"
+    if found.kind == "saturation":
+        return (
+            f"takes a {function} that is exactly 1 in {dtype}, for {found.share:.0%} of its values"
+        )
+    return f"adds terms of about {found.typical:.2g} to {largest}, {kept}"
+
+
 def _underflow_inside(replay: Replay, origin: LayerError) -> _Reason | None:
     underflows = replay.overflow.underflows if replay.overflow else {}
     inside = [share for layer, share in underflows.items() if _is_inside(layer, origin)]
@@ -150,13 +189,38 @@ def _is_inside(layer: str, origin: LayerError) -> bool:
 def _(cause: StaleState, run: RunMetrics) -> Text:
     error = cause.error
     note = replayed_with_change(cause.replay, "the updates for the batch agree")
+    evidence = (
+        f"{of_a_batch(cause.replay)} what a step adds to {error.path} differs from float32 by"
+        f" {percent(error.error)}; {_noise_of_state(error)}"
+    )
     return Text(
         f"The state {name_of(error.path)!r} of {run.describe(cause.location)} stays behind: float16"
         " has too few bits for its updates.",
-        f"{of_a_batch(cause.replay)} what a step adds to {error.path} differs from float32 by"
-        f" {percent(error.error)}; for another batch it would differ by {percent(error.noise)}",
+        evidence,
         f"{note}; or create the weight in float32, with autocast=False",
     )
+
+
+@text_of.register
+def _(cause: StaleStateIn16Bits, run: RunMetrics) -> Text:
+    error = cause.error
+    where = run.describe(cause.location)
+    return Text(
+        f"The state {name_of(error.path)!r} of {where} stays behind: it is a {error.dtype}"
+        " variable, which has too few bits for its updates.",
+        f"{of_a_batch(cause.replay)} what a step adds to {error.path} differs from that to a"
+        f" float32 variable by {percent(error.error)}; {_noise_of_state(error)}",
+        "the variable has to be float32, and it is not enough that its layer computes in float32;"
+        " if the layer creates it with a dtype of its own: self.add_weight(dtype='float32',"
+        " autocast=False)",
+    )
+
+
+def _noise_of_state(error: StateError) -> str:
+    if error.noise:
+        return f"for another batch it would differ by {percent(error.noise)}"
+    share = percent(error.next_update)
+    return f"it does not depend on the batch, and the next step adds {share} of it again"
 
 
 @text_of.register
@@ -186,10 +250,9 @@ def _(cause: WrongGradients, run: RunMetrics) -> Text:
 def _title_of_loss(cause: WrongGradients, run: RunMetrics) -> str:
     found = soundness.overflow_inside(cause.replay)
     if found is None:
-        return (
-            "The loss is not that of float32, though the outputs are: float16 has too few bits for"
-            " what it computes."
-        )
+        lossy = soundness.lossy_operation(cause.replay, LOSS_FUNCTION.__eq__)
+        reason = f"it {_lossy(lossy)}" if lossy else _TOO_FEW_BITS
+        return f"The loss is not that of float32, though the outputs are: {reason}."
     added = "" if found.layer == LOSS_FUNCTION else f" that {run.describe(found.layer)} adds"
     returned = f"{found.operation} in it returns {found.value} in float16"
     return f"The loss{added} is not that of float32: {returned}."

@@ -57,6 +57,11 @@ def _title(cause: BackwardOverflow, run: RunMetrics) -> str:
         scales = f"loss scales down to {as_power(cause.lowest_scale)}"
     if run.is_fixed:
         scales = f"the loss scale of {as_power(run.scale)}"
+    if cause.is_of_own_loss:
+        return (
+            f"Gradients overflow at {scales}; those of the loss of the training loop were not"
+            " compared with float32."
+        )
     if cause.is_in_layer:
         return f"The {where} overflows float16 at {scales}."
     return f"Gradients near {cause.origin} overflow at {scales}."
@@ -89,6 +94,13 @@ def _evidence(cause: BackwardOverflow, run: RunMetrics) -> str:
 
 
 def _note(cause: BackwardOverflow) -> str:
+    if cause.is_of_own_loss:
+        return (
+            "no replay has this loss: cast the outputs of the model to float32 before the loss is"
+            " computed from them; a division by a small number, as in a finite difference, makes"
+            " large gradients in every precision. A training in float32 shows whether float16 is"
+            " the cause"
+        )
     if cause.replay is None:
         return (
             f"no batch was replayed: layers between {cause.origin} and the loss, or the loss, may"

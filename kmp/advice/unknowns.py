@@ -8,7 +8,7 @@ import math
 from collections.abc import Iterator
 
 from kmp.advice.missing_replays import FLOAT32_TRAINING, missing_replays
-from kmp.advice.wording import counted
+from kmp.advice.wording import counted, first_few
 from kmp.diagnosis import RunMetrics, soundness, thresholds
 from kmp.records import Replay
 from kmp.utils.float_formats import DTYPES_16_BIT, FLOAT16
@@ -63,7 +63,7 @@ def _missing_in(comparisons: list[Replay]) -> Iterator[str]:
     if any(replay.is_forward_only for replay in comparisons):
         yield doubt(
             "how far gradients are from those in float32, because only the forward pass could be"
-            " replayed",
+            " replayed, without the loss",
             FLOAT32_TRAINING,
         )
         return
@@ -104,12 +104,15 @@ def _why_not(run: RunMetrics) -> tuple[str, str]:
 
 
 def _states_in_float16(run: RunMetrics) -> Iterator[str]:
-    count = max((replay.batch.float16_states for replay in run.replays), default=0)
-    if count:
+    checks = [replay.batch for replay in run.replays]
+    check = max(checks, key=lambda each: each.float16_states, default=None)
+    if check and check.float16_states:
+        count, names = check.float16_states, list(dict.fromkeys(check.float16_state_names))
         lose = "loses" if count == 1 else "lose"
+        named = f", of {first_few(names)}," if names else ""
         yield doubt(
-            f"what {counted(count, 'variable')} in float16 {lose} that the training step assigns"
-            " beside the weights, such as a moving average",
+            f"what {counted(count, 'variable')} in float16{named} {lose} that the training step"
+            " assigns beside the weights, such as a moving average",
             "the same run with float32 in place of float16 there",
         )
 

@@ -7,7 +7,7 @@ from kmp.diagnosis import soundness, thresholds
 from kmp.diagnosis.cause import ComputeInFloat32, Edits, PrepareData, SetArguments
 from kmp.diagnosis.run_metrics import RunMetrics, name_of
 from kmp.records import Replay
-from kmp.utils.float_formats import FLOAT32
+from kmp.utils.float_formats import DTYPES_16_BIT, FLOAT32
 
 IN_FLOAT32 = SetArguments("kmp.enable", {"policy": "'float32'"})
 
@@ -29,6 +29,18 @@ def normalized(array: str) -> PrepareData:
     """Returns the statement that brings each feature of an array to mean 0 and deviation 1."""
     mean, deviation = f"{array}.mean(axis=0)", f"{array}.std(axis=0)"
     return PrepareData(f"{array} = ({array} - {mean}) / ({deviation} + 1e-6)")
+
+
+def states_in_float32(run: RunMetrics, paths: Iterable[str]) -> Edits:
+    """Returns the edits after which variables in 16 bits that a step assigns are in float32."""
+    policy = run.settings.get("policy")
+    if policy in DTYPES_16_BIT:
+        return (SetArguments("kmp.enable", {"policy": f"'mixed_{policy}'"}),)
+    layers = dict.fromkeys(map(run.layer_of, paths))
+    arguments = {"dtype": "'float32'"}
+    return tuple(
+        SetArguments(run.layers.get(path, "Layer"), arguments, name_of(path)) for path in layers
+    )
 
 
 def larger_scale(run: RunMetrics, exponent: float) -> SetArguments:

@@ -8,6 +8,7 @@ from kmp.diagnosis.cause import ERROR, INFO, WARNING, Cause, Stage
 from kmp.diagnosis.run_metrics import RunMetrics
 from kmp.records import Replay
 from kmp.records.replay import LOSS_FUNCTION, GradientError, LayerError, StateError
+from kmp.utils.float_formats import DTYPES_16_BIT
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,11 +109,21 @@ class StaleState(Cause):
         if replay is None or not lost:
             return None
         worst = max(lost, key=lambda each: each.error)
-        change = edits.replayed(run, replay)
+        kind, change = cls, edits.replayed(run, replay)
+        in_16_bits = [each.path for each in lost if each.dtype in DTYPES_16_BIT]
+        if worst.path in in_16_bits:
+            kind, change = StaleStateIn16Bits, edits.states_in_float32(run, in_16_bits)
         location = run.layer_of(worst.path)
-        return cls(
+        return kind(
             name="precision_loss", location=location, edits=change, replay=replay, error=worst
         )
+
+
+@dataclass(frozen=True, kw_only=True)
+class StaleStateIn16Bits(StaleState):
+    """A state whose variable is in 16 bits: layers that compute in float32 do not cure it."""
+
+    cured_by_float32 = False
 
 
 @dataclass(frozen=True, kw_only=True)

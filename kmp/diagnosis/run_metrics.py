@@ -77,6 +77,11 @@ class RunMetrics:
         self.gradient_overflows = self.overflows - self.nonfinite_losses
         self.consecutive_overflows = int(run.last("overflows_in_a_row") or 0)
 
+    @property
+    def has_own_loss(self) -> bool:
+        """Whether no replay has the loss: only forward passes of a training loop were replayed."""
+        return bool(self.replays) and all(replay.is_forward_only for replay in self.replays)
+
     def layer_of(self, variable: str) -> str:
         """Returns the path of the layer that a program creates and that has this variable.
 

@@ -59,6 +59,8 @@ class BackwardOverflow(Cause):
         slope: The operation of the backward pass that divides by a number that is 0 in float16;
             `None` if the magnitudes overflow.
         constant: The scalar operand that float16 rounded to that 0; `None` if it is not known.
+        is_of_own_loss: Whether the loss is computed outside of all replays, so that nothing tells
+            where the backward pass overflows: the gradients may come from there.
     """
 
     stage = Stage.BACKWARD
@@ -71,6 +73,7 @@ class BackwardOverflow(Cause):
     is_in_layer: bool
     slope: NonfiniteOperation | None = None
     constant: float | None = None
+    is_of_own_loss: bool = False
 
 
 def backward_overflow(run: RunMetrics) -> BackwardOverflow | NonfiniteForward | None:
@@ -89,9 +92,10 @@ def backward_overflow(run: RunMetrics) -> BackwardOverflow | NonfiniteForward | 
     layer = _layer_of_backward(replay) if replay else ""
     if slope:
         layer = slope.layer
+    is_of_own_loss = replay is None and run.has_own_loss
     return BackwardOverflow(
         name="backward_overflow",
-        location=layer or origin,
+        location="" if is_of_own_loss else layer or origin,
         edits=edits.replayed(run, replay) if replay else (),
         replay=replay,
         origin=origin,
@@ -100,6 +104,7 @@ def backward_overflow(run: RunMetrics) -> BackwardOverflow | NonfiniteForward | 
         is_in_layer=bool(layer),
         slope=slope,
         constant=constant,
+        is_of_own_loss=is_of_own_loss,
     )
 
 

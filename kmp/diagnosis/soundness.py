@@ -1,6 +1,6 @@
 """Whether a compared pass is sound, and where a harmful error begins."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from kmp.diagnosis import thresholds
 from kmp.records import Replay
@@ -8,6 +8,7 @@ from kmp.records.replay import (
     LOSS_FUNCTION,
     GradientError,
     LayerError,
+    LossyOperation,
     LostWeight,
     NonfiniteOperation,
     StateError,
@@ -29,11 +30,14 @@ def is_harmful_gradient(error: GradientError) -> bool:
 
 
 def is_harmful_state(error: StateError) -> bool:
-    """Whether a state that moves slowly stays far from where the batches move it."""
+    """Whether a state that moves slowly stays far from where the batches move it.
+
+    Or from where the weights move it, if its update does not depend on the batch.
+    """
     if error.noise >= thresholds.HARMFUL_GRADIENT_ERROR:
         return False
-    moves_slowly = error.next_update > thresholds.SLOW_UPDATE
-    return moves_slowly and error.error > thresholds.HARMFUL_GRADIENT_ERROR
+    limit = thresholds.SLOW_UPDATE if error.noise else thresholds.STEADY_UPDATE
+    return error.next_update > limit and error.error > thresholds.HARMFUL_GRADIENT_ERROR
 
 
 def are_harmful(output_error: float, gradient_errors: Sequence[GradientError]) -> bool:
@@ -103,6 +107,13 @@ def overflow_inside(replay: Replay) -> NonfiniteOperation | None:
     """
     suspects = (LOSS_FUNCTION, *replay.float32_layers)
     return next((each for each in forward_operations(replay) if each.layer in suspects), None)
+
+
+def lossy_operation(replay: Replay, is_of: Callable[[str], bool]) -> LossyOperation | None:
+    """Returns the operation that loses most, of those in the layers of which `is_of` holds."""
+    found = replay.overflow.lossy if replay.overflow else []
+    inside = (each for each in found if is_of(each.layer))
+    return max(inside, key=lambda each: each.error, default=None)
 
 
 def lost_weights_of(replay: Replay, layer: str) -> list[LostWeight]:

@@ -105,7 +105,8 @@ class BatchCheck:
         lost_weights: The weights with values that are 0 or Inf in float16, of layers that compute
             in it.
         float16_states: The number of float16 variables that the training step assigns beside the
-            weights.
+            weights, and that no pass compares.
+        float16_state_names: The names of those that the model has as attributes.
         largest_input: The largest finite magnitude among the inputs that are floats.
         largest_input_key: The index of the tensor with it in inputs with several tensors, as
             Python source: `"['area']"`.
@@ -117,6 +118,7 @@ class BatchCheck:
     nonfinite_variables: Texts = field(default_factory=list)
     lost_weights: Annotated[list[LostWeight], MOST_VARIABLES] = field(default_factory=list)
     float16_states: Count = 0
+    float16_state_names: Texts = field(default_factory=list)
     largest_input: Magnitude = 0.0
     largest_input_key: Text = ""
 
@@ -174,6 +176,33 @@ class NonfiniteOperation:
 
 
 @dataclass(frozen=True)
+class LossyOperation:
+    """An operation of the forward pass for whose finite result 16 bits are too few.
+
+    Args:
+        layer: Path of the layer that ran it, or `"the loss function"`.
+        operation: TensorFlow's type of the operation, such as `"Sub"`.
+        kind: `"cancellation"`: a difference that is small beside its operands. `"phase"`: a
+            periodic function of a large number. `"saturation"`: a result that is exactly 1, and
+            not in float32. `"lost_terms"`: a sum that keeps few bits of its small terms.
+        dtype: The dtype of its result.
+        largest_input: The largest magnitude among its inputs, of a long sum among the partial sums.
+        typical: The root mean square of the results; of a sum, of the small terms.
+        share: The share of the results with this loss.
+        error: An estimate of the error of the results, relative to how they vary.
+    """
+
+    layer: Text
+    operation: Text
+    kind: Literal["cancellation", "phase", "saturation", "lost_terms"]
+    dtype: Text
+    largest_input: Magnitude
+    typical: Magnitude
+    share: Share
+    error: Magnitude
+
+
+@dataclass(frozen=True)
 class Overflow:
     """The operations of a pass that is not finite, or finite and far from float32.
 
@@ -187,6 +216,8 @@ class Overflow:
         outputs: The layers whose outputs were not finite, in the order of their calls.
         underflows: The largest share of the results of an operation that are 0 in float16 though
             its operands are not, by layer; zeros are omitted. Measured in a finite pass.
+        lossy: The operation of each layer that loses most, the largest error first, in a finite
+            pass.
         is_finite_compiled: Whether the outputs of a compiled forward pass were those of float32,
             though the loss of the replay, which runs operation by operation, was not finite.
     """
@@ -199,6 +230,7 @@ class Overflow:
     )
     outputs: Texts = field(default_factory=list)
     underflows: ShareByPath = field(default_factory=dict)
+    lossy: Annotated[list[LossyOperation], Meta(max_length=100)] = field(default_factory=list)
     is_finite_compiled: bool = False
 
 
@@ -259,15 +291,18 @@ class StateError:
     Args:
         path: Path of the variable.
         error: The L2 norm of the difference from the state after the update in float32.
-        noise: At most how much the update would differ for another batch of the same size.
+        noise: At most how much the update would differ for another batch of the same size: 0 of a
+            state that does not depend on the batch, such as a moving average of weights.
         next_update: The L2 norm of the update that follows on the same batch: 0 if the state is
             the batch's own, almost 1 if it moves slowly.
+        dtype: The dtype of the variable.
     """
 
     path: Text
     error: Magnitude
     noise: Magnitude
     next_update: Magnitude
+    dtype: Text = "float32"
 
 
 @dataclass(frozen=True)

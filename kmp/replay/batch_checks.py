@@ -4,18 +4,19 @@ NaN, Inf, inputs that overflow float16, and targets that are not classes.
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import keras
 import numpy as np
 import tensorflow as tf
 
+from kmp.backend.keras_internals import sublayers
 from kmp.backend.state_rollback import ResourceVariable, state_restored
 from kmp.backend.tensorflow_internals import equal_random_numbers
 from kmp.diagnosis import thresholds
 from kmp.records.replay import BATCH_PARTS, BATCH_X, BatchCheck, InvalidTargets, NonfinitePart
-from kmp.replay.eager_pass import Passes
+from kmp.replay.eager_pass import Passes, float_states
 from kmp.replay.precision_loss import lost_weights
 from kmp.utils.float_formats import DTYPES_16_BIT, FLOAT16, FLOAT32
 
@@ -27,18 +28,46 @@ _SPARSE = keras.losses.SparseCategoricalCrossentropy, keras.losses.sparse_catego
 
 def check_batch(passes: Passes) -> BatchCheck:
     """Returns what is wrong with inputs and weights, before any training step."""
-    is_assigned = [each.is_assigned and each.dtype == tf.float16 for each in passes.restored]
-    batch = passes.batch
+    batch, float16_states = passes.batch, _float16_states(passes)
     largest_input, key = _largest_input(batch[0])
     return BatchCheck(
         nonfinite=nonfinite_part(batch),
         has_sample_weight=len(batch) > 2 and batch[2] is not None,
         nonfinite_variables=_nonfinite_variables(passes.variables)[:_MOST_NAMED],
         lost_weights=lost_weights(passes.model),
-        float16_states=sum(is_assigned),
+        float16_states=len(float16_states),
+        float16_state_names=[name for name in float16_states if name][:_MOST_NAMED],
         largest_input=largest_input,
         largest_input_key=key,
     )
+
+
+def _float16_states(passes: Passes) -> list[str]:
+    """Returns the names of float16 variables that a step assigns and no pass compares.
+
+    Those of a variable that is no attribute of the model are empty.
+    """
+    model = passes.model
+    assigned = [
+        id(each.handle) for each in passes.restored if each.is_assigned and each.dtype == tf.float16
+    ]
+    if not assigned:
+        return []
+    compared = {id(each.value.handle) for each in float_states(model).values()}
+    names = {id(each.value.handle): each.path for each in model.trainable_variables}
+    for layer in sublayers(model):
+        for attribute, value in vars(layer).items():
+            for variable in _items(value):
+                if isinstance(variable, tf.Variable):
+                    names[id(variable.handle)] = f"{layer.name}.{attribute}"
+    return [names.get(each, "") for each in assigned if each not in compared]
+
+
+def _items(value: Any) -> Iterable[Any]:
+    """Returns the items of a list, a tuple or the values of a dictionary, or the value itself."""
+    if isinstance(value, Mapping):
+        return value.values()
+    return value if isinstance(value, list | tuple) else [value]
 
 
 def _nonfinite_variables(variables: Mapping[str, Any]) -> list[str]:

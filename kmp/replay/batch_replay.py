@@ -370,7 +370,11 @@ class _BatchReplay:
         found = replace(found, search=search)
         if watched:
             nonfinite = watched.nonfinite
-            overflow = Overflow(nonfinite.found, underflows=nonfinite.underflows)
+            overflow = Overflow(
+                nonfinite.found,
+                underflows=nonfinite.underflows,
+                lossy=watched.lossy[:_MOST_NAMED],
+            )
             found = replace(found, overflow=overflow)
         return self._with_unscaled(found, search, exact)
 

@@ -24,6 +24,7 @@ from kmp.backend.undo import Context, Undos
 from kmp.gradients.gradient_sampler import paths_of
 from kmp.gradients.tensor_statistics import gradient_statistics
 from kmp.records import GradientSample
+from kmp.records.replay import LossyOperation
 from kmp.replay.instruments import (
     OperationWatch,
     ReceivedGradients,
@@ -45,6 +46,7 @@ class PassResult(NamedTuple):
         gradients: The gradient of each variable by path, a tensor, `tf.IndexedSlices` or `None`.
         marks: The layers of the pass and the gradients of their outputs.
         nonfinite: The operations that returned NaN or Inf, if they were watched.
+        lossy: The operations for whose finite results 16 bits are too few, if they were watched.
         factor: What the gradients are multiplied by.
         is_random: Whether the forward pass drew random numbers that differ between passes or
             dtypes.
@@ -55,6 +57,7 @@ class PassResult(NamedTuple):
     gradients: dict[str, Any]
     marks: LayerMarks
     nonfinite: NonfiniteOperations
+    lossy: list[LossyOperation]
     factor: float
     is_random: bool
     states: dict[str, np.ndarray]
@@ -251,6 +254,7 @@ class Passes:
             gradients=self._gradients_of(received),
             marks=marks,
             nonfinite=operations.nonfinite,
+            lossy=operations.lossy.found,
             factor=factor,
             is_random=operations.is_random,
             states=states,
@@ -264,8 +268,11 @@ class Passes:
 
     def _begin_with_states(self, scope: keras.StatelessScope) -> None:
         for path, variable in float_states(self.model).items():
+            dtype = variable.dtype  # of a state in 16 bits, float32 where a pass is in float32
             if path in self.states:
-                scope.add_update((variable, tf.constant(self.states[path], variable.dtype)))
+                scope.add_update((variable, tf.constant(self.states[path], dtype)))
+            elif variable.value.dtype != dtype:
+                scope.add_update((variable, tf.cast(variable.value, dtype)))
 
     def _loss_of(self, marks: LayerMarks, received: ReceivedGradients) -> float:
         if self.step.run is None:

@@ -106,11 +106,11 @@ class NonfiniteOperations:
 
     def observe(self, operation: str, inputs: Sequence[Any], outputs: Sequence[Any]) -> None:
         """Checks an operation; see `watching_operations`."""
-        results = _float_values(outputs[: _RESULTS.get(operation, len(outputs))])
+        results = float_values(outputs[: _RESULTS.get(operation, len(outputs))])
         value = _nonfinite_value(operation, results)
         if self.is_backward and value is None:
             return
-        operands = _float_values(inputs[: _OPERANDS.get(operation, len(inputs))])
+        operands = float_values(inputs[: _OPERANDS.get(operation, len(inputs))])
         if not self.is_backward:
             self._record_lost_constants(operands)
             self._record_underflow(operation, operands, results)
@@ -236,9 +236,15 @@ def _largest(values: np.ndarray) -> float:
     return float(np.max(np.abs(finite), initial=0.0))
 
 
-def _float_values(tensors: Sequence[Any]) -> list[FloatValues]:
+def float_values(tensors: Sequence[Any]) -> list[FloatValues]:
+    """Returns the float tensors among the inputs or outputs of an operation."""
     return [
-        FloatValues(tensor.dtype.name, np.asarray(tensor))
+        FloatValues(tensor.dtype.name, _array_of(tensor))
         for tensor in tensors
         if is_eager_float(tensor)
     ]
+
+
+def _array_of(tensor: Any) -> np.ndarray:
+    # Without a copy; but TensorFlow returns no array for a scalar of bfloat16.
+    return np.asarray(tensor if tensor.shape.rank else tensor.numpy())

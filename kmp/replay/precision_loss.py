@@ -20,6 +20,7 @@ from kmp.replay.layer_marks import LARGEST_ERROR, LayerMarks
 from kmp.utils.float_formats import FLOAT16
 
 _MOST_LAYERS = 200
+_OF_LENGTH_1 = 1e-3  # the rounding of a norm in float32 is far smaller
 
 
 @dataclass(frozen=True)
@@ -111,8 +112,8 @@ def state_errors(result: PassResult, reference: Reference) -> list[StateError] |
 
     Or `None` if there are such errors, but no half of the batch to tell their noise from.
 
-    States that do not depend on the batch, such as the vector of a power iteration, are left out:
-    nothing tells how much of their update is needed.
+    The noise of a state that does not depend on the batch is 0. The vectors of power iterations are
+    left out.
     """
     found: dict[str, StateError] = {}
     for path, variable in float_states(reference.model).items():
@@ -122,8 +123,7 @@ def state_errors(result: PassResult, reference: Reference) -> list[StateError] |
             continue
         if reference.half is None:
             return None
-        if error.noise > 0:
-            found[path] = error
+        found[path] = error
     return list(found.values())
 
 
@@ -140,17 +140,31 @@ def _state_error(
     error = float(np.linalg.norm(result.states[path] - exact)) / update
     if error <= thresholds.HARMFUL_GRADIENT_ERROR:  # not if it is NaN
         return None
+    dtype = before.dtype.name
     if reference.half is None:
-        return StateError(path, _bounded(error), 0.0, 0.0)
+        return StateError(path, _bounded(error), 0.0, 0.0, dtype)
     # Of few elements, a small noise may be a coincidence.
     difference = float(np.linalg.norm(reference.half.states[path] - exact))
     noise = difference / update * (1 + 3 / exact.size)
-    if not noise > 0:
+    if noise == 0 and _is_direction(exact):
         return None
     following = float(np.linalg.norm(reference.following.states[path] - exact))
     return StateError(
-        path, _bounded(error), min(noise, LARGEST_ERROR), min(following / update, LARGEST_ERROR)
+        path,
+        _bounded(error),
+        noise=_bounded(noise),
+        next_update=_bounded(following / update),
+        dtype=dtype,
     )
+
+
+def _is_direction(state: np.ndarray) -> bool:
+    """Whether a state has the length 1, as the vector of a power iteration.
+
+    Rounding may turn it for long where singular values are nearly equal, but not the norm that it
+    estimates.
+    """
+    return state.size > 1 and abs(float(np.linalg.norm(state)) - 1.0) < _OF_LENGTH_1
 
 
 def _bounded(error: float) -> float:

@@ -218,6 +218,19 @@ def test_overflows_at_every_loss_scale_are_reported_with_their_origin():
     assert causes(unknown | {"overflow_origins_by_variable": {"a/kernel": 0}}) == []
 
 
+def test_overflows_of_a_loss_that_no_replay_has_are_not_laid_to_a_layer():
+    row = STUCK | {"loss_scale": 2.0**-14, "overflow_origins_by_variable": {"net/a/kernel": 38}}
+    forward = replay_of(is_finite_in_float32=True, is_finite=True, is_forward_only=True)
+    advice = advice_of(row | {"replay": forward}, train_step="custom", layers=LAYERS)
+    finding = advice[0]
+    assert (finding.cause, finding.location, finding.edits) == ("backward_overflow", "", ())
+    assert advice.verdict == (
+        "Gradients overflow at every loss scale; those of the loss of the training loop were not"
+        " compared with float32."
+    )
+    assert "no replay has this loss" in finding.note
+
+
 def test_initial_scale_that_skipped_many_steps_is_reported():
     record = {
         "overflow_count": 12,

@@ -11,7 +11,16 @@ from conftest import make_replay, sample_from
 import kmp
 from kmp.diagnosis import cure_of
 from kmp.records import Run
-from kmp.records.replay import GradientError, LayerError, LostWeight, NonfiniteOperation, StateError
+from kmp.records.replay import (
+    BatchCheck,
+    GradientError,
+    LayerError,
+    LossyOperation,
+    LostWeight,
+    NonfiniteOperation,
+    Overflow,
+    StateError,
+)
 
 UNKNOWN = "It is not known whether float16 hurts this run."
 GOOD = "float16 does not hurt this run: "
@@ -65,6 +74,8 @@ COMPARED = compared(row(1)), row(50), compared(row(100))
 LATER = row(50), row(100)
 FLUSHED = make_replay(32, 2.0**15, 1.0, 1.0, True, True, flushed={"net/kernel": 0.6})
 NOT_FINITE = make_replay(32, 2.0**15, None, 1.0, False, True)
+AGREES = make_replay(32, 2.0**15, 1.0, 1.0, True, True, output_error=0.001)
+SLOW = {"float16_state_names": ["agent.slow", "agent.slow"]}
 RANDOM = make_replay(32, 2.0**15, 1.0, 1.0, True, True)
 HARMFUL_GRADIENTS = [GradientError("net/dense", 0.6, 0.5, 1.0, 0.1)]
 KERNEL = {"first": -6, "counts": [100], "amax": 2.0**-6, "norm": 1.0}
@@ -145,6 +156,14 @@ OPEN = {
     "state in float16": (
         [compared(row(1), float16_states=3), row(50), compared(row(100))],
         "what 3 variables in float16 lose that the training step assigns beside the weights",
+    ),
+    "named states in float16": (
+        [
+            compared(row(1)),
+            row(50),
+            row(100) | {"replay": replace(AGREES, batch=BatchCheck(float16_states=3, **SLOW))},
+        ],
+        "what 3 variables in float16, of agent.slow, lose that the training step assigns",
     ),
     "few samples": ([compared(row(1)), compared(row(100))], "the gradients of the whole run"),
     "early samples": (
@@ -244,6 +263,48 @@ def test_finding_about_outputs_says_where_they_differ_and_why_as_it_was_measured
     differences = "by 110 % of how they vary; in layer 'norm' alone, given float32 inputs, by 100 %"
     assert f"the outputs of the model differ from float32 {differences}" in finding.evidence
     assert finding.change == "kmp.layers.Float32(Layer(..., name='norm'))"
+
+
+LOSSY = [
+    (
+        LossyOperation("net/norm/inner", "Sub", "cancellation", "float16", 20480.0, 1.31, 1.0, 9.0),
+        "subtracts numbers up to 20480 that differ by about 1.3, of which float16 keeps 11 bits",
+    ),
+    (
+        LossyOperation("net/norm", "Sub", "cancellation", "float16", 1013.0, 0.0, 1.0, 1.0),
+        "subtracts numbers up to 1013 that are equal in float16",
+    ),
+    (
+        LossyOperation("net/norm", "Cos", "phase", "bfloat16", 300.0, 0.7, 1.0, 2.0),
+        "takes the cosine of numbers up to 300, of which bfloat16 keeps 8 bits",
+    ),
+    (
+        LossyOperation("net/norm", "Sigmoid", "saturation", "float16", 12.0, 1.0, 0.7, 0.7),
+        "takes a sigmoid that is exactly 1 in float16, for 70% of its values",
+    ),
+    (
+        LossyOperation("net/norm", "AddV2", "lost_terms", "float16", 512.0, 0.062, 0.9, 0.9),
+        "adds terms of about 0.062 to numbers up to 512, of which float16 keeps 11 bits",
+    ),
+]
+
+
+@pytest.mark.parametrize(("found", "reason"), LOSSY)
+def test_finding_says_which_operation_has_too_few_bits(found, reason):
+    smaller, elsewhere = replace(found, error=0.1), replace(found, layer="net/head", error=100.0)
+    overflow = Overflow(lossy=[elsewhere, replace(smaller, typical=7.0), found])
+    record = compared(row(1), 1.1, layer_errors=NORM, **NOTICED)
+    record["replay"] = replace(record["replay"], overflow=overflow)
+    assert first_finding(record).title == (
+        f"The outputs of layer 'norm' are not those of float32: it {reason}."
+    )
+
+    record = compared(row(1), gradient_errors=HARMFUL_GRADIENTS, float32_layers=["net/norm"])
+    of_loss = Overflow(lossy=[elsewhere, replace(found, layer="the loss function")])
+    record["replay"] = replace(record["replay"], loss=0.1, float32_loss=0.3, overflow=of_loss)
+    assert first_finding(record).title == (
+        f"The loss is not that of float32, though the outputs are: it {reason}."
+    )
 
 
 def test_change_is_of_the_layer_that_a_program_creates_and_the_title_of_the_part_that_fails():
@@ -392,6 +453,28 @@ def test_state_whose_updates_float16_loses_is_a_finding():
     assert finding.title.startswith("The state 'mean' of layer 'net' stays behind")
     assert finding.change == "kmp.layers.Float32(Running(..., name='net'))"
     assert advice_with(noisy, own).verdict.startswith(GOOD)
+
+
+def test_state_in_float16_needs_another_dtype_of_its_variable():
+    lost = [
+        StateError(f"net/{name}", 1.0, 0.0, next_update, "float16")
+        for name, next_update in (("slow/kernel", 0.99), ("slow/bias", 0.99), ("vector", 0.8))
+    ]
+    last = compared(row(100), state_errors=lost, float32_layers=["net/slow"])
+    rows = [compared(row(1)), row(50), last]
+    layers = {"net/slow": "Dense", "net": "Sequential"}
+
+    finding = advice_of(*rows, layers=layers)[0]
+    assert finding.title.startswith(
+        "The state 'kernel' of layer 'slow' stays behind: it is a float16 variable"
+    )
+    assert "the next step adds 99 % of it again" in finding.evidence
+    assert finding.change == "Dense(dtype='float32', name='slow')"
+
+    finding = advice_of(*rows, layers=layers, policy="float16")[0]
+    assert finding.change == "kmp.enable(policy='mixed_float16')"
+    # A repair of the training does not change the dtype of variables.
+    assert cure_of(Run(rows, {"settings": SETTINGS | {"layers": layers}})) is None
 
 
 @pytest.mark.parametrize("case", OPEN)

@@ -233,6 +233,34 @@ def test_own_training_step_is_replayed_or_where_it_runs_eagerly_its_forward_pass
     np.testing.assert_equal(values(model.variables), before)
 
 
+class Averaged(OwnStep, keras.Sequential):
+    """Keeps averages of a weight in float16, one where Keras does not see it."""
+
+    def average(self):
+        kernel = self.layers[0].kernel
+        self.hidden = [tf.Variable(tf.cast(kernel, "float16"), trainable=False)]
+
+    def loss_of(self, x, y):
+        return ops.mean(ops.square(ops.cast(self(x, training=True), "float32")))
+
+    def train_step(self, data):
+        result = super().train_step(data)
+        kernel = tf.cast(self.layers[0].kernel, "float16")
+        self.hidden[0].assign(0.99 * self.hidden[0] + 0.01 * kernel)
+        return result
+
+
+def test_float16_variable_that_no_pass_compares_is_named(tmp_path):
+    model = Averaged([keras.Input((4,)), layers.Dense(1)], name="averaged")
+    model.average()
+    model.compile("sgd")
+    train(model, defaults(tmp_path, every_n_steps=1), x=0.1)
+    run = kmp.load_run(tmp_path)
+    batch = run.replays[0][1].batch
+    assert (batch.float16_states, batch.float16_state_names) == (1, ["averaged.hidden"])
+    assert "what 1 variable in float16, of averaged.hidden, loses" in kmp.advise(run).verdict
+
+
 @pytest.mark.parametrize(
     ("run_eagerly", "divisor", "target", "title"),
     [

@@ -8,6 +8,7 @@ from conftest import sequential
 from keras import layers, ops
 from test_batch_replay import Penalty, named, replayed
 
+import kmp
 from kmp.backend.tensorflow_internals import equal_random_numbers, watching_operations
 from kmp.diagnosis.soundness import are_harmful, is_harmful, is_harmful_gradient, lost_states
 from kmp.records.replay import GradientError
@@ -55,6 +56,61 @@ def test_error_of_a_finite_pass_is_measured_where_it_is_born_and_its_layer_is_fo
     assert errors["lossy"].new_error > 0.1
     assert (errors["lossy"].input_error > 0.5 * errors["lossy"].new_error) == is_of_inputs
     assert max(each.new_error or 0.0 for name, each in errors.items() if name != "lossy") < 0.01
+
+
+def difference(x):
+    return x * 1000 - x * 999.5
+
+
+def vanishing(x):
+    return ops.cast(1000 + 0.1 * ops.cast(x, "float32"), x.dtype) - 1000
+
+
+def sine(x):
+    return ops.sin(x * 3000)
+
+
+def doubt(x):
+    return ops.log(1.001 - ops.sigmoid(9 + 2 * x))
+
+
+def small_terms(x):
+    return (ops.ones_like(x) * 512 + x / 16 - 512) * 16
+
+
+def total(x):
+    steps = ops.repeat(1 + 0.2 * x[..., None], 4096, -1)
+    return ops.cumsum(steps, -1)[..., -1] / 4096
+
+
+@pytest.mark.parametrize(
+    ("function", "operation", "kind"),
+    [
+        (difference, "Sub", "cancellation"),
+        (vanishing, "Sub", "cancellation"),
+        (sine, "Sin", "phase"),
+        (doubt, "Sigmoid", "saturation"),
+        (small_terms, "AddV2", "lost_terms"),
+        (total, "Cumsum", "lost_terms"),
+    ],
+)
+def test_operation_that_loses_most_of_a_lossy_layer_is_classified(function, operation, kind):
+    first = layers.Dense(4, kernel_initializer="identity", name="first")
+    lossy = layers.Lambda(function, name="lossy")
+    x = NORMAL.astype("float16").astype("float32")
+    result = replayed(sequential(first, lossy, layers.Dense(1, name="head")), x)
+    assert named(result.float32_layers) == ["lossy"]
+    (found,) = [each for each in result.overflow.lossy if named([each.layer]) == ["lossy"]]
+    assert (found.operation, found.kind, found.dtype) == (operation, kind, "float16")
+
+
+def test_operation_with_scalars_in_bfloat16_is_classified():
+    kmp.enable("mixed_bfloat16")
+    first = layers.Dense(4, kernel_initializer="identity", name="first")
+    parts = first, layers.Lambda(difference, name="lossy"), layers.Dense(1, name="head")
+    result = replayed(sequential(*parts, optimizer=kmp.wrap("sgd", loss_scale=1.0)), NORMAL)
+    (found,) = [each for each in result.overflow.lossy if named([each.layer]) == ["lossy"]]
+    assert (found.operation, found.kind, found.dtype) == ("Sub", "cancellation", "bfloat16")
 
 
 def test_dropout_and_losses_that_layers_add_are_no_errors():
@@ -234,6 +290,31 @@ class RunningMean(keras.layers.Layer):
         return x - mean
 
 
+class PowerIteration(keras.layers.Layer):
+    """Divides its inputs by the largest singular value of a matrix, as spectral normalization."""
+
+    def __init__(self, steps, second=0.5):
+        super().__init__(name="running")
+        self.steps, self.second = steps, second
+
+    def build(self, shape):
+        singular = np.full(shape[-1], self.second, "float32")
+        singular[0] = 1.0
+        axes = np.linalg.qr(np.random.default_rng(0).normal(size=(shape[-1], shape[-1])))[0]
+        self.matrix = self.add_weight(shape=(shape[-1], shape[-1]), trainable=False)
+        self.matrix.assign((axes * singular) @ axes.T)
+        vector = axes[:, :1] + self.second ** (2 * self.steps) * axes[:, 1:2]
+        self.vector = self.add_weight(shape=vector.shape, trainable=False, name="mean")
+        self.vector.assign(vector)
+
+    def call(self, x):
+        matrix = ops.convert_to_tensor(self.matrix)
+        vector = ops.matmul(matrix, ops.matmul(matrix, self.vector))
+        norm = ops.norm(vector)
+        self.vector.assign(vector / norm)
+        return x / norm
+
+
 @pytest.mark.parametrize(
     ("layer", "is_lost"),
     [
@@ -242,6 +323,9 @@ class RunningMean(keras.layers.Layer):
         (lambda: RunningMean(-42.0), False),  # there already: what is left is noise
         (lambda: RunningMean(-40.0, momentum=0.0), False),  # the mean of the batch alone
         (lambda: layers.BatchNormalization(name="running"), False),
+        (lambda: PowerIteration(1), False),
+        (lambda: PowerIteration(20), False),  # converged: what is left of its update is rounding
+        (lambda: PowerIteration(200, second=0.98), False),
     ],
 )
 def test_state_whose_updates_float16_loses_is_told_from_one_that_has_converged(layer, is_lost):

@@ -11,7 +11,7 @@ from keras import ops
 from test_batch_replay import named
 
 import kmp
-from kmp.diagnosis.soundness import error_origin, is_harmful
+from kmp.diagnosis.soundness import error_origin, is_harmful, lost_states
 from kmp.guarding.model_optimizers import all_optimizers_of
 from kmp.replay import Passes, StepContext, TrainStep, replay_batch
 
@@ -152,6 +152,35 @@ class SecondFails(TwoOptimizers):
         return tf.sqrt(-1.0 - loss)
 
 
+class Follows(keras.Model):
+    """Moves a layer that is not called towards another one, as reinforcement learning does."""
+
+    def __init__(self, dtype, rate, distance):
+        super().__init__()
+        self.own, self.head = keras.layers.Dense(8, name="own"), keras.layers.Dense(1)
+        self.slow = keras.layers.Dense(8, dtype=dtype, name="slow", trainable=False)
+        self.slow.build((None, 4))
+        self(X)
+        self.slow.set_weights([distance + each for each in self.own.get_weights()])
+        self.rate = rate
+        self.compile("sgd")
+
+    def call(self, x):
+        return self.head(self.own(x))
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = ops.mean(ops.square(ops.cast(self(x, training=True), "float32") - y))
+            scaled = self.optimizer.scale_loss(loss)
+        variables = self.trainable_variables
+        self.optimizer.apply(tape.gradient(scaled, variables), variables)
+        for slow, own in zip(self.slow.variables, self.own.variables, strict=True):
+            difference = own - tf.cast(slow, "float32")
+            slow.assign(1.0 * slow + tf.cast(self.rate * difference, slow.dtype))
+        return {}
+
+
 class NotScaled(Own):
     def scaled(self, loss):
         return loss
@@ -192,6 +221,29 @@ def test_sound_step_is_compared_with_its_gradients_and_changes_nothing(kind):
     # A function of the step was not traced without its update.
     model.train_step((tf.constant(X), tf.constant(Y)))
     assert not np.array_equal(values(model.trainable_variables)[0], before[0])
+
+
+@pytest.mark.parametrize(
+    ("dtype", "rate", "distance", "is_lost"),
+    [
+        ("float16", 0.01, 1e-3, True),
+        ("float16", 0.01, 3.0, False),  # steps of 0.03, which float16 has
+        ("float16", 1.0, 1e-3, False),  # a copy of the weights
+        ("mixed_float16", 0.01, 1e-3, False),
+    ],
+)
+def test_network_in_float16_that_follows_another_one_loses_its_updates(
+    dtype, rate, distance, is_lost
+):
+    keras.utils.set_random_seed(0)
+    model = Follows(dtype, rate, distance)
+    before = values(model.variables)
+    result = replayed(model)
+    # Its bias is small enough for float16 to have the steps.
+    assert named([each.path for each in lost_states(result)]) == ["kernel"] * is_lost
+    assert {each.dtype for each in lost_states(result)} <= {"float16"}
+    assert named(result.float32_layers) == ["slow"] * is_lost
+    np.testing.assert_equal(values(model.variables), before)
 
 
 def test_forward_pass_of_a_second_network_is_not_backward():

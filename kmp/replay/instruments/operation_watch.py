@@ -8,6 +8,7 @@ from typing import Any
 from kmp.backend.tensorflow_internals import watching_operations
 from kmp.replay.instruments.received_gradients import ReceivedGradients
 from kmp.replay.layer_marks import LayerMarks
+from kmp.replay.lossy_operations import LossyOperations
 from kmp.replay.nonfinite_operations import NonfiniteOperations
 from kmp.utils.float_formats import DTYPES_16_BIT
 
@@ -19,11 +20,11 @@ class OperationWatch:
         marks: The layers of the pass.
         received: What the optimizers of the pass receive: what follows is not watched.
         deadline: The time of `time.monotonic` after which an operation raises a `TimeoutError`.
-        finds_nonfinite: Whether to look for operations that return NaN or Inf, which takes a few
-            times as long.
+        finds_nonfinite: Whether to look for these operations, which takes a few times as long.
 
     Attributes:
         nonfinite: The operations that return NaN or Inf.
+        lossy: The operations for whose finite results 16 bits are too few.
         is_random: Whether the forward pass drew random numbers that differ between passes or
             dtypes.
     """
@@ -37,6 +38,7 @@ class OperationWatch:
         finds_nonfinite: bool,
     ) -> None:
         self.nonfinite = NonfiniteOperations(marks)
+        self.lossy = LossyOperations(marks)
         self.is_random = False
         self._marks = marks
         self._received = received
@@ -60,6 +62,8 @@ class OperationWatch:
         if self._finds_nonfinite and not self._marks.is_measuring:
             self.nonfinite.is_backward = is_backward
             self.nonfinite.observe(operation, inputs, outputs)
+            if not is_backward:
+                self.lossy.observe(operation, inputs, outputs)
 
 
 def _varies_by_pass(operation: str, outputs: Sequence[Any]) -> bool:

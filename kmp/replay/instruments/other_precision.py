@@ -8,7 +8,7 @@ from typing import Any
 import keras
 
 from kmp.backend import keras_internals
-from kmp.backend.keras_internals import layers_in_16_bits, sublayers
+from kmp.backend.keras_internals import layers_in_16_bits
 from kmp.backend.thread_overrides import (
     dtype_policies_replaced,
     own_method,
@@ -65,13 +65,13 @@ def _policy_in(dtype: str, layer: keras.Layer) -> keras.DTypePolicy:
 
 @contextlib.contextmanager
 def _states_in_float32(layers: Sequence[keras.Layer]) -> Iterator[None]:
-    """Does not round what a pass assigns to states in 16 bits, of layers in float32 too."""
-    states: list[keras.Variable] = []
-    for layer in layers:
-        for inner in sublayers(layer):
-            states += keras_internals.declared_not_trainable(inner)
+    """Does not round what a pass assigns to states in 16 bits, of layers in float32 too.
+
+    A training step may assign the weights of a frozen layer, such as those of a target network.
+    """
+    states = {id(state): state for layer in layers for state in layer.non_trainable_variables}
     with Undos() as undos, undos.first_attempt():
-        for state in states:
+        for state in states.values():
             if state.dtype in DTYPES_16_BIT:
                 undos.enter(variable_dtype_replaced(state, FLOAT32.name))
         yield

@@ -1,0 +1,164 @@
+"""Finds the operations of an eager pass for whose finite results 16 bits are too few."""
+
+from collections.abc import Sequence
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+
+from kmp.diagnosis import thresholds
+from kmp.records.replay import LossyOperation
+from kmp.replay.layer_marks import LARGEST_ERROR, LayerMarks
+from kmp.replay.nonfinite_operations import FloatValues, float_values
+from kmp.utils.float_formats import FORMATS_16_BIT, FloatFormat
+
+_MOST_VALUES = 2**14  # of an operand: more would not change the statistics
+_SUMS = "Add", "AddV2", "Sub"
+_PERIODIC = "Cos", "Sin", "Tan"
+_LONG_SUMS = "Cumsum", "Sum"
+# The largest argument for which the function is not exactly 1 in float32.
+_SATURATING = {"Sigmoid": 16.6, "Tanh": 9.0}
+_SMALL_DIFFERENCE = 0.25  # of the operands
+_KNOWN = {*_SUMS, *_PERIODIC, *_SATURATING, *_LONG_SUMS}
+
+Kind = Literal["cancellation", "phase", "saturation", "lost_terms"]
+
+
+class LossyOperations:
+    """Records for each layer the operation that loses most of what it computes.
+
+    Args:
+        marks: The layers of the pass.
+    """
+
+    def __init__(self, marks: LayerMarks) -> None:
+        self._marks = marks
+        self._worst: dict[str, LossyOperation] = {}
+
+    @property
+    def found(self) -> list[LossyOperation]:
+        """The worst operation of each layer, the largest estimated error first."""
+        return sorted(self._worst.values(), key=lambda each: -each.error)
+
+    def observe(self, operation: str, inputs: Sequence[Any], outputs: Sequence[Any]) -> None:
+        """Classifies an operation of the forward pass; see `watching_operations`."""
+        if operation not in _KNOWN:
+            return
+        results = float_values(outputs)
+        if not results or results[0].dtype not in FORMATS_16_BIT or not results[0].array.size:
+            return
+        layer = self._marks.layer
+        number_format = FORMATS_16_BIT[results[0].dtype]
+        for found in _classified(layer, operation, float_values(inputs), results[0], number_format):
+            before = self._worst.get(layer)
+            if before is None or found.error > before.error:
+                self._worst[layer] = found
+
+
+def _classified(
+    layer: str,
+    operation: str,
+    operands: Sequence[FloatValues],
+    result: FloatValues,
+    number_format: FloatFormat,
+) -> list[LossyOperation]:
+    """Returns what an operation loses, each with an estimate above what does no harm."""
+    sampled = _sampled(operands, result)
+    if sampled is None:
+        return []
+    arguments, values = sampled
+    rounding = 2.0 ** -(number_format.fraction_bits + 1)
+    if operation in _SUMS:
+        has_constant = any(each.is_scalar for each in operands)
+        losses = _losses_of_sum(np.abs(arguments), values, rounding, has_constant)
+    elif operation in _PERIODIC:
+        losses = [_rounded_phase(arguments[0], values, rounding)]
+    elif operation in _SATURATING:
+        losses = [_saturated(arguments[0], values, _SATURATING[operation])]
+    else:
+        losses = [_lost_in_long_sum(np.abs(arguments[0]), values, rounding)]
+        arguments = [values]  # the partial sums
+    largest = max(float(np.max(np.abs(each))) for each in arguments)
+    return [
+        LossyOperation(layer, operation, each.kind, result.dtype, largest, *each[1:])
+        for each in losses
+        if each.error > thresholds.HARMFUL_OUTPUT_ERROR
+    ]
+
+
+class _Loss(NamedTuple):
+    """The kind of a loss, and its numbers as in `LossyOperation`."""
+
+    kind: Kind
+    typical: float
+    share: float
+    error: float
+
+
+def _losses_of_sum(
+    sizes: np.ndarray, values: np.ndarray, rounding: float, has_constant: bool
+) -> list[_Loss]:
+    larger, smaller = sizes.max(axis=0), sizes.min(axis=0)
+    typical, operand, addend = map(_mean_size, (values, larger, smaller))
+    error = _relative_to_spread(rounding * operand, values)
+    losses = [_Loss("lost_terms", addend, 1.0, error)]
+    if not values.any() and larger.max() > 1.0:  # not the numbers of a mask
+        losses = [_Loss("cancellation", 0.0, 1.0, 1.0)]
+    elif typical < _SMALL_DIFFERENCE * operand:
+        losses = [_Loss("cancellation", typical, 1.0, error)]
+    if has_constant:  # such as an epsilon, which is lost on purpose
+        return losses
+    is_lost = (smaller > 0) & (np.abs(values) == larger)
+    share = float(np.mean(is_lost))
+    return [*losses, _Loss("lost_terms", _mean_size(smaller[is_lost]), share, share)]
+
+
+def _rounded_phase(argument: np.ndarray, values: np.ndarray, rounding: float) -> _Loss:
+    error = _relative_to_spread(rounding * _mean_size(argument), values)
+    return _Loss("phase", _mean_size(values), 1.0, error)
+
+
+def _saturated(argument: np.ndarray, values: np.ndarray, largest: float) -> _Loss:
+    is_saturated = (np.abs(argument) < largest) & (np.abs(values) == 1.0)
+    share = float(np.mean(is_saturated))
+    return _Loss("saturation", 1.0, share, share)
+
+
+def _lost_in_long_sum(terms: np.ndarray, values: np.ndarray, rounding: float) -> _Loss:
+    is_lost = (terms > 0) & (terms <= rounding * float(np.max(np.abs(values))))
+    share = float(np.mean(is_lost))
+    return _Loss("lost_terms", _mean_size(terms[is_lost]), share, share)
+
+
+def _relative_to_spread(error: float, values: np.ndarray) -> float:
+    """Returns an error relative to how values vary; 0 of values that are all the same."""
+    spread = float(np.std(values, dtype=np.float64))
+    return min(error / spread, LARGEST_ERROR) if spread else 0.0
+
+
+def _sampled(
+    operands: Sequence[FloatValues], result: FloatValues
+) -> tuple[list[np.ndarray], np.ndarray] | None:
+    """Returns values of the operands and of the result, in float32; `None` if one is not finite.
+
+    Those of operands of the result's shape, or that broadcast to it, belong together.
+    """
+    arrays = [each.array for each in operands]
+    shape = result.array.shape
+    if arrays and np.broadcast_shapes(*(each.shape for each in arrays), ()) == shape:
+        arrays = [np.broadcast_to(each, shape) for each in arrays]
+    sampled = [_some_of(each) for each in (*arrays, result.array)]
+    if len(sampled) < 2 or not all(each.size and np.isfinite(each).all() for each in sampled):
+        return None
+    return sampled[:-1], sampled[-1]
+
+
+def _some_of(array: np.ndarray) -> np.ndarray:
+    stride = max(1, array.size // _MOST_VALUES)
+    return np.asarray(array.flat[::stride]).astype(np.float32)
+
+
+def _mean_size(values: np.ndarray) -> float:
+    """Returns the root mean square; 0 without values."""
+    if not values.size:
+        return 0.0
+    return float(np.sqrt(np.mean(np.square(values, dtype=np.float64))))
