@@ -225,8 +225,8 @@ def test_overflows_of_a_loss_that_no_replay_has_are_not_laid_to_a_layer():
     finding = advice[0]
     assert (finding.cause, finding.location, finding.edits) == ("backward_overflow", "", ())
     assert advice.verdict == (
-        "Gradients overflow at loss scales down to 2^-14; those of the loss of the training loop were not"
-        " compared with float32."
+        "Gradients overflow at loss scales down to 2^-14; those of the loss of the training loop"
+        " were not compared with float32."
     )
     assert "no replay has this loss" in finding.note
 
