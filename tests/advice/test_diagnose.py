@@ -10,10 +10,11 @@ import pytest
 from conftest import make_replay, sample_from, without_replays
 
 import kmp
-from kmp.diagnosis import ERROR, INFO, WARNING, SetArguments
+from kmp.diagnosis import ERROR, INFO, WARNING, SetArguments, cure_of
 from kmp.records import Run
 from kmp.records.replay import (
     LOSS_FUNCTION,
+    BatchCheck,
     InvalidTargets,
     LayerSearch,
     NonfiniteOperation,
@@ -202,6 +203,64 @@ def test_tiny_gradients_of_a_float32_layer_are_not_reported():
     finding = kmp.advise(without_float32)[0]
     assert finding.cause == "scale_too_small"
     assert finding.title.startswith("The loss scale of 1 is")
+
+
+def test_backward_pass_that_divides_by_0_is_named_by_its_operation_and_the_lost_constant():
+    slope = operation("SqrtGrad", "inf", is_backward=True)
+    replay = overflow_of_gradients(float32_layers=["net/a"], activation_gradients={"net/a": 0.02})
+    found = Overflow([slope], lost_constants={"net/a": [1e-12]})
+    finding = advice_of(STUCK | {"replay": replace(replay, overflow=found)}, layers=LAYERS)[0]
+    assert finding.title == (
+        "The backward pass of layer 'a' divides by 0: float16 rounds the constant 1e-12 to 0."
+    )
+    assert "SqrtGrad in the backward pass of layer 'a' is the first to return inf" in (
+        finding.evidence
+    )
+    assert finding.change == "kmp.layers.Float32(Dense(..., name='a'))"
+    # A large gradient of a root is no division by 0.
+    kept = replace(replay, overflow=Overflow([slope]))
+    title = advice_of(STUCK | {"replay": kept}, layers=LAYERS)[0].title
+    assert title == "The backward pass of layer 'a' overflows float16 at loss scales down to 2^4."
+
+
+def sgd_run(largest_input=1.0, **settings):
+    """Returns records of skipped steps; SGD's first update would be 1000 times the weights."""
+    sample = sample_from(2, 2.0**3, {"net/a/kernel": gradient(15, norm=1e6, weight_norm=10.0)})
+    reference = sample_from(2, 1.0, {"net/a/kernel": gradient(15, norm=1e6)})
+    replay = overflow_of_gradients(float32_layers=["net/a"], activation_gradients={"net/a": 2.0})
+    replay = replace(replay, batch=BatchCheck(largest_input=largest_input))
+    row = STUCK | {"sample": sample, "replay": replay, "reference": reference}
+    known = {"optimizer": "SGD", "learning_rate": 0.01, "layers": LAYERS}
+    return Run([row], {"settings": DYNAMIC | known | settings})
+
+
+def test_update_that_sgd_would_make_is_a_divergence_and_no_reason_for_a_repair():
+    finding = kmp.advise(sgd_run())[0]
+    assert (finding.cause, finding.change) == (
+        "exploding",
+        "keras.optimizers.SGD(learning_rate=1e-07)",
+    )
+    assert "the next update would be 1e+03 times as large as the weights" in finding.evidence
+    assert cure_of(sgd_run()) is None
+    for other in ({"optimizer": "Adam"}, {"clips": True}, {"learning_rate": 1e-5}):
+        assert kmp.advise(sgd_run(**other))[0].cause == "backward_overflow"
+        assert cure_of(sgd_run(**other)).layers == ("net/a",)
+
+
+def test_inputs_far_from_unit_scale_are_normalized_in_a_training_that_diverges():
+    finding = kmp.advise(sgd_run(largest_input=2960.0))[0]
+    assert finding.title.startswith("Training diverges: the inputs are far from unit scale")
+    assert "x has values up to 2960" in finding.evidence
+    assert finding.change == "x = (x - x.mean(axis=0)) / (x.std(axis=0) + 1e-6)"
+    assert "or keras.optimizers.SGD(learning_rate=1e-07); not tried" in finding.note
+
+
+def test_batch_that_only_bfloat16_bears_is_advised_in_bfloat16():
+    replay = replay_of(is_finite_in_float32=True, **IN_LOSS)
+    for is_sound, policy in ((True, "mixed_bfloat16"), (False, "float32"), (None, "float32")):
+        search = LayerSearch(is_found=False, is_sound_in_bfloat16=is_sound)
+        finding = advice_of(overflow_row(replace(replay, search=search)))[0]
+        assert finding.change == f"kmp.enable(policy='{policy}')"
 
 
 def test_overflows_at_every_loss_scale_are_reported_with_their_origin():

@@ -24,6 +24,7 @@ BENCHMARKS = (
         "memory",
         "optimizer_step",
         "replay_cost",
+        "training_cost",
         "sampling_cost",
     ),
     "soak",

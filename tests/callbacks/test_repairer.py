@@ -254,6 +254,28 @@ def test_callback_with_the_same_patience_does_not_stop_what_another_one_has_repa
         train(overflowing(), callbacks, epochs=2, height=1e4)
 
 
+class Detour(keras.layers.Layer):
+    """Returns its inputs, after a product that exceeds 65504."""
+
+    def call(self, x):
+        return (x * 3e4) / 3e4
+
+
+def test_overflow_in_more_layers_than_are_repaired_is_a_warning_while_the_training_runs():
+    with kmp.enable():
+        scaled = [Detour(name=f"times_{index}") for index in range(14)]
+        head = layers.Dense(1, dtype="float32")
+        model = sequential(*scaled, head, optimizer="adam", run_eagerly=True)
+    expected = (
+        r"^The output of layer 'times_\d+' overflows .* steps were skipped, and kmp found no few"
+        r" layers to repair. What to change:\n  kmp.enable"
+    )
+    with pytest.warns(UserWarning, match=expected) as warned:
+        train(model, defaults(on_stuck="ignore"), epochs=4)
+    assert len(warned) == 1
+    assert {dtype for name, dtype in dtypes(model).items() if "times" in name} == {"float16"}
+
+
 class Curve(OwnStep):
     """Fits its second difference.
 
