@@ -27,7 +27,7 @@ class Patch:
         promise: What the user loses without it.
         since: The oldest version that it was tested with.
         until: The version that makes it needless; `None` if there is none yet.
-        link: The heading in docs/upstream.md, or the issue, that would end it.
+        link: The heading in docs/upstream.md that says what would end it.
         is_new: Whether the owner has no attribute of this name without the patch.
     """
 

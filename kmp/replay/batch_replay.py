@@ -162,19 +162,12 @@ class _BatchReplay:
         self._passes = replace(passes, factor=context.loss_scale * self._share)
         later = passes.deadline + _SEARCH_SECONDS
         self._searching = replace(self._passes, deadline=later)
-        self._refusal: tf.errors.InvalidArgumentError | None = None
 
     def run(self) -> tuple[Replay, GradientSample | None]:
         """Returns the results of `replay_batch`."""
         passes = self._passes
-        batch = check_batch(passes)
-        exact = self._in_float32()
-        if exact is None or not exact.is_finite:
-            batch = replace(batch, invalid_targets=self._invalid_targets())
-        if exact is None and batch.invalid_targets is None:
-            assert self._refusal is not None
-            raise self._refusal
-        if exact is None or _is_explained_by_targets(batch, exact):
+        exact, batch = self._in_float32(check_batch(passes))
+        if exact is None:
             return self._replay_without_passes(batch), None
         if passes.step.is_of_keras:
             targets = invalid_binary_targets(passes.model, passes.batch)
@@ -201,13 +194,24 @@ class _BatchReplay:
             return self._with_comparison(found, own, exact), sample
         return found, sample
 
-    def _in_float32(self) -> PassResult | None:
-        """Returns the pass in float32; `None` if TensorFlow refuses the batch."""
+    def _in_float32(self, batch: BatchCheck) -> tuple[PassResult | None, BatchCheck]:
+        """Returns the pass in float32, and the batch with its invalid targets.
+
+        `None` in place of the pass if it fails because of them.
+        """
         try:
-            return self._passes.in_float32()
-        except tf.errors.InvalidArgumentError as error:
-            self._refusal = error
-            return None
+            exact = self._passes.in_float32()
+        except tf.errors.InvalidArgumentError:
+            targets = self._invalid_targets()
+            if targets is None:
+                raise
+            return None, replace(batch, invalid_targets=targets)
+        if exact.is_finite:
+            return exact, batch
+        targets = self._invalid_targets()
+        has_other_reason = batch.nonfinite is not None or batch.nonfinite_variables
+        is_explained = targets is not None and not has_other_reason
+        return None if is_explained else exact, replace(batch, invalid_targets=targets)
 
     def _invalid_targets(self) -> InvalidTargets | None:
         """Returns invalid targets, for which TensorFlow refuses a batch, or its loss is NaN."""
@@ -412,12 +416,6 @@ class _BatchReplay:
         size = passes.examples // 2
         half = keras.tree.map_structure(lambda tensor: tensor[:size], passes.data)
         return replace(passes, data=_tiled(half, passes.examples)).in_float32()
-
-
-def _is_explained_by_targets(batch: BatchCheck, exact: PassResult) -> bool:
-    """Whether nothing but invalid targets makes a pass in float32 fail."""
-    has_other_reason = batch.nonfinite is not None or batch.nonfinite_variables
-    return bool(batch.invalid_targets and not exact.is_finite and not has_other_reason)
 
 
 def _compared(result: PassResult, reference: Reference) -> Comparison:
