@@ -114,6 +114,7 @@ class Settings(TypedDict, total=False):
     train_step: Annotated[Text, _is('`"keras"` or `"custom"`')]
     optimizer: Annotated[Text, _is("the class of the inner optimizer")]
     is_keras_optimizer: Annotated[bool, _is("whether Keras defines that class")]
+    clips: Annotated[bool, _is("whether that clips gradients")]
     learning_rate: Annotated[Number, _is("that of the optimizer, if it is constant")]
     epsilon: Annotated[Number, _is("that of the optimizer, if it has one")]
     beta_2: Annotated[Number, _is("that of the optimizer, if it has one")]

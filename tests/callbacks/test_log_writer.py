@@ -20,6 +20,7 @@ from conftest import (
     folder_locked_by_another_process,
     is_locked,
     sample_from,
+    sequential,
     small_data,
     tensorboard,
     without_replays,
@@ -584,3 +585,15 @@ def test_log_that_is_lost_during_the_training_ends_with_a_warning_and_the_run_ha
     with pytest.warns(UserWarning, match="stops: the log was deleted or moved. Training cont"):
         fit(compiled_model(run_eagerly=True), [lose, *callbacks], batches=4)
     assert callbacks[0].run.series("loss_scale")[0].tolist() == [1, 2, 3, 4]
+
+
+def test_loaded_log_has_all_settings_and_all_keys_of_its_records(tmp_path):
+    parts = keras.layers.Dense(4), keras.layers.Dense(1)
+    model = sequential(*parts, optimizer=keras.optimizers.SGD(clipnorm=1))
+    (monitor,) = kmp.callbacks.defaults(tmp_path, every_n_steps=2)
+    model.fit(np.ones((64, 4)), np.ones((64, 1)), batch_size=8, verbose=0, callbacks=[monitor])
+    loaded = kmp.load_run(tmp_path)
+    assert monitor.run.settings["clips"] is True
+    assert loaded.settings.keys() == monitor.run.settings.keys()
+    assert [row.keys() for row in loaded.rows] == [row.keys() for row in monitor.run.rows]
+    assert loaded.replays == monitor.run.replays
