@@ -211,7 +211,7 @@ def gradient_errors(result: PassResult, reference: Reference) -> list[GradientEr
     known = {layer: each for layer, each in sums.items() if each.square > limit}
     noise: dict[str, float] = {}
     if any(each.error > thresholds.HARMFUL_GRADIENT_ERROR for each in known.values()):
-        noise = _noise_by_layer(result, reference)
+        noise = _noise_by_layer(result, reference, known)
     found = []
     for layer, each in known.items():
         error = GradientError(
@@ -239,7 +239,9 @@ def _sums_by_layer(result: PassResult, reference: Reference) -> dict[str, _Sums]
     return sums
 
 
-def _noise_by_layer(result: PassResult, reference: Reference) -> dict[str, float]:
+def _noise_by_layer(
+    result: PassResult, reference: Reference, sums: Mapping[str, _Sums]
+) -> dict[str, float]:
     """Returns the sampling noise of the gradients of each layer, relative to their norm.
 
     Empty for a batch that is too small.
@@ -247,22 +249,21 @@ def _noise_by_layer(result: PassResult, reference: Reference) -> dict[str, float
     half = reference.half
     if half is None:
         return {}
-    differences: dict[str, float] = {}
-    squares: dict[str, float] = {}
+    differences = dict.fromkeys(sums, 0.0)
     for name, exact in reference.exact.gradients.items():
         own, of_half = result.gradients[name], half.gradients[name]
-        if own is None or exact is None:
+        layer = layer_of(name)
+        if own is None or exact is None or layer not in sums:
             continue
-        layer, rows = layer_of(name), _rows(own, exact)
-        whole = as_array(exact, rows, np.float64)
-        squares[layer] = squares.get(layer, 0.0) + _square_sum(whole)
         difference = math.nan  # of a gradient that half of the batch does not have
         if of_half is not None:
+            rows = _rows(own, exact)
+            whole = as_array(exact, rows, np.float64)
             difference = _square_sum(as_array(of_half, rows, np.float64) - whole)
-        differences[layer] = differences.get(layer, 0.0) + difference
+        differences[layer] += difference
     noise = {}
-    for layer, square in squares.items():
-        relative = math.sqrt(differences[layer] / square) if square else math.nan
+    for layer, difference in differences.items():
+        relative = math.sqrt(difference / sums[layer].square)
         if not math.isnan(relative):
             noise[layer] = min(relative * reference.noise_factor, LARGEST_ERROR)
     return noise
