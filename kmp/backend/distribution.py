@@ -131,6 +131,8 @@ def update_parts(
         for index, function in enumerate(functions):
 
             def local(value: Any, index: int = index) -> Any:
+                if value is None:
+                    return None
                 return strategy.experimental_local_results(value)[index]
 
             own, gradients = tf.nest.map_structure(local, (agreed, per_replica))

@@ -88,8 +88,8 @@ PATCHES = (
         owner="keras:Model",
         name="compile",
         make=f"{_PATCHES}:compile_patch",
-        when=(Reason.ENABLED,),
-        promise="`compile` wraps the optimizer of a model that computes in float16",
+        when=(Reason.ENABLED, Reason.IN_USE),
+        promise="`compile` wraps the optimizer, with the loss scale that the model needs",
         link="No hook around compile and the training step",
     ),
     Patch(

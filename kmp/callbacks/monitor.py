@@ -25,7 +25,7 @@ _logged_models: WeakSet[keras.Model] = WeakSet()
 
 
 class Monitor(keras.callbacks.Callback):
-    """Records a training, finds what float16 loses, repairs it where it can, and stops it if stuck.
+    """Records a training, finds what 16 bits lose, repairs it where it can, and stops it if stuck.
 
     The compiled step counts on the device. This callback copies the counts to the host after the
     first step, at most every 32 batches, and at the end of each epoch. In `logs`:
@@ -75,9 +75,10 @@ class Monitor(keras.callbacks.Callback):
     The message names the cause, the loss, the loss scale, the origin of the overflow and what to
     try. The model keeps the weights from before the skipped steps.
 
-    Does nothing for a model that needs no loss scale, such as a float32 or bfloat16 one, and is
-    compiled without `kmp.LossScaleOptimizer`; the logger `"kmp"` reports it once per model. To
-    record such a model, compile it with `kmp.wrap(optimizer, loss_scale=1.0)`.
+    **bfloat16 and float32** models are watched too. They have no loss scale to log: `loss_scale` is
+    1. Does nothing for one that is compiled without `kmp.LossScaleOptimizer`, as without
+    `kmp.enable`; the logger `"kmp"` says so once per model. `model.compile(kmp.wrap("adam"))` wraps
+    the optimizer of a model that exists already.
 
     Args:
         log_dir: Folder for `kmp.jsonl` and TensorBoard's files, or `None` to write no file.
@@ -288,8 +289,9 @@ class Monitor(keras.callbacks.Callback):
         if self.model not in _logged_models:
             _logged_models.add(self.model)
             logger.warning(
-                "kmp's callbacks have nothing to read: %s, which needs no loss scale. To record its"
-                " gradients, compile it with kmp.wrap(optimizer, loss_scale=1.0).",
+                "kmp's callbacks have nothing to read: %s. Compile it after kmp.enable(...) and"
+                " without auto_scale_loss=False, or wrap its optimizer:\n"
+                "    model.compile(kmp.wrap('adam'), ...)",
                 facts,
             )
         return False

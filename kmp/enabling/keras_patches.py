@@ -23,7 +23,7 @@ from kmp.enabling.active_settings import (
     is_float16_enabled,
     rewrite_dtypes,
 )
-from kmp.enabling.optimizers import wrap_for_compile
+from kmp.enabling.optimizers import follow_model, wrap_for_compile
 from kmp.guarding.guarded_step import guard_train_step, guarded_step_of, is_built
 from kmp.guarding.model_optimizers import optimizers_of
 from kmp.layers.float32_classes import keep_in_float32, selected_classes
@@ -67,6 +67,8 @@ def compile_patch(original: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(original)
     def compile(self: keras.Model, optimizer: Any = "rmsprop", *args: Any, **kwargs: Any) -> None:
         if not (active or rewrite_dtypes):
+            if isinstance(optimizer, LossScaleOptimizer):
+                follow_model(optimizer, _computes_in_float16(self))
             original(self, optimizer, *args, **kwargs)
             return
         arguments = dict(zip(_COMPILE_ARGUMENTS[: len(args)], args, strict=True))
@@ -77,8 +79,8 @@ def compile_patch(original: Callable[..., None]) -> Callable[..., None]:
         if rewrite_dtypes:
             _check_rewrite(arguments)
             arguments["jit_compile"] = False
-        if scales and _computes_in_float16(self):
-            optimizer, scales = wrap_for_compile(optimizer), False
+        if scales and (active or FLOAT16.name in rewrite_dtypes):
+            optimizer, scales = wrap_for_compile(optimizer, _computes_in_float16(self)), False
         original(self, optimizer=optimizer, auto_scale_loss=scales and not active, **arguments)
         _note_compiled(self)
 
@@ -104,7 +106,7 @@ def _computes_in_float16(model: keras.Model) -> bool:
     if FLOAT16.name in rewrite_dtypes:
         return True
     # Keras checks only the model's own policy, not those of its layers.
-    return bool(active) and FLOAT16.name in (compute_dtypes(model) or {model.compute_dtype})
+    return FLOAT16.name in (compute_dtypes(model) or {model.compute_dtype})
 
 
 def _note_compiled(model: keras.Model) -> None:

@@ -7,10 +7,12 @@ import keras
 
 from kmp.backend import keras_internals
 from kmp.backend.keras_internals import compute_dtypes, output_layers
+from kmp.enabling.active_settings import current_settings
 from kmp.guarding.guarded_step import guarded_step_of, has_keras_step
 from kmp.guarding.model_optimizers import all_optimizers_of
 from kmp.layers.float32_rules import SIGMOID, SOFTMAX, Float32Rule, Moment, float32_rule
 from kmp.optimizer import LossScaleOptimizer
+from kmp.scaling import NO_SCALE
 from kmp.utils import user_messages
 from kmp.utils.float_formats import FLOAT16, FLOAT32
 
@@ -93,6 +95,11 @@ _UNSCALED = (
     " kmp.enable(), without auto_scale_loss=False. In a train_step with its own optimizers, wrap"
     " each with kmp.wrap(optimizer), and call its scale_loss, then its apply."
 )
+_BUILT_AFTER_COMPILE = (
+    "computes in float16 and trains without a loss scale, because none of its layers existed in"
+    " `compile`: gradients of magnitude 2^-25 or less underflow to zero. Create the layers in"
+    " `__init__`, or call `compile` once more after the first call of the model."
+)
 
 
 def warn_before_training(model: keras.Model) -> None:
@@ -104,12 +111,25 @@ def warn_before_training(model: keras.Model) -> None:
     step = guarded_step_of(model)
     if dtypes == {FLOAT32.name} and not (step and step.has_repaired_layers):
         warn_once(model, _NOT_FLOAT16)
+    if FLOAT16.name not in dtypes:
+        return
+    if any(map(_scales_by_one_unasked, optimizers)):
+        warn_once(model, _BUILT_AFTER_COMPILE)
     unscaled = _unscaled(model, optimizers)
-    if FLOAT16.name in dtypes and unscaled:
+    if unscaled:
         modules = [type(each).__module__.partition(".")[0] for each in unscaled]
         classes = [type(each).__name__ for each in unscaled]
         names = map(".".join, zip(modules, classes, strict=True))
         warn_once(model, _UNSCALED.format(optimizers=", ".join(names)))
+
+
+def _scales_by_one_unasked(optimizer: keras.optimizers.Optimizer) -> bool:
+    """Whether `compile` has seen no layer in float16, and no settings ask for a scale of 1."""
+    if not isinstance(optimizer, LossScaleOptimizer) or optimizer.rule != NO_SCALE:
+        return False
+    settings = current_settings()
+    is_asked = settings is not None and settings.settings.get("loss_scale") == 1
+    return optimizer.follows_model and not is_asked
 
 
 def _unscaled(

@@ -86,12 +86,14 @@ def _multiply(gradient: Any, factor: Any) -> Any:
 def unscale_for_update(gradients: Gradients, variables: Variables, divisor: Any) -> list[Any]:
     """Returns gradients divided by the loss scale, in the dtypes of their variables.
 
-    The scale is from 2^-126 to 2^126. The gradient of a variable that Keras overwrites with it,
-    such as a float8 scale, is returned unchanged.
+    The scale is from 2^-126 to 2^126; `None` divides nothing. The gradient of a variable that Keras
+    overwrites with it, such as a float8 scale, is returned unchanged.
     """
-    # XLA fuses a multiplication into the loops that use it. A division there would take longer than
-    # the rest of them.
-    unscaled = multiply_gradients(gradients, 1.0 / divisor)
+    unscaled = list(gradients)
+    if divisor is not None:
+        # XLA fuses a multiplication into the loops that use it. A division there would take longer
+        # than the rest of them.
+        unscaled = multiply_gradients(gradients, 1.0 / divisor)
     for index, (gradient, variable) in enumerate(zip(gradients, variables, strict=True)):
         if is_overwritten(variable):
             unscaled[index] = gradient
@@ -153,9 +155,9 @@ def _is_checked_in_float32(gradient: Any, variable: Any) -> bool:
 
 def _joint_flags(tensors: Gradients, divisor: Any, replicas: int) -> tf.Tensor:
     """Returns the flags of gradients that are checked in float32."""
-    if xla.is_tracing():
-        return _flags_by_counts(tensors, replicas / divisor)
-    return _flags_after_one_sum(tensors, divisor, replicas)
+    factor = replicas if divisor is None else replicas / divisor
+    check = _flags_by_counts if xla.is_tracing() else _flags_after_one_sum
+    return check(tensors, factor)
 
 
 def _flags_by_counts(tensors: Gradients, factor: Any) -> tf.Tensor:
@@ -176,7 +178,7 @@ def _flags_by_counts(tensors: Gradients, factor: Any) -> tf.Tensor:
     row_counts, owners = [], []
     for indices in groups:
         rows, owners_of_rows = rows_of([tensors[index] for index in indices])
-        is_finite = tf.math.is_finite(tf.cast(rows, tf.float32) * factor)
+        is_finite = tf.math.is_finite(_times(tf.cast(rows, tf.float32), factor))
         row_counts.append(tf.reduce_sum(1.0 - tf.cast(is_finite, tf.float32), 1))
         owners.append(np.array(indices)[owners_of_rows])
     counts = tf.math.unsorted_segment_sum(
@@ -185,12 +187,12 @@ def _flags_by_counts(tensors: Gradients, factor: Any) -> tf.Tensor:
     return tf.minimum(counts, 1.0)
 
 
-def _flags_after_one_sum(tensors: Gradients, divisor: Any, replicas: int) -> tf.Tensor:
-    """Returns the flags in graph mode.
+def _flags_after_one_sum(tensors: Gradients, factor: Any) -> tf.Tensor:
+    """Returns the flags of gradients times `factor`, in graph mode.
 
     A branch on a CPU costs nothing there, and each operation reads the memory again. If the sum of
     all elements is finite, as in most steps, one pass over them is enough. Finite numbers can have
-    an infinite sum, and a divisor below 1 can make them infinite: then each is checked. Small
+    an infinite sum, and a factor above 1 can make them infinite: then each is checked. Small
     tensors are concatenated, so that the step of ResNet-50 has 49 operations for this in place of
     434.
     """
@@ -202,12 +204,17 @@ def _flags_after_one_sum(tensors: Gradients, divisor: Any, replicas: int) -> tf.
     def check_each() -> tf.Tensor:
         flags = []
         for group in groups:
-            row_is_finite = tf.reduce_all(tf.math.is_finite(group.values * (replicas / divisor)), 1)
+            row_is_finite = tf.reduce_all(tf.math.is_finite(_times(group.values, factor)), 1)
             flags.append(group.per_tensor(1.0 - tf.cast(row_is_finite, tf.float32)))
         return tf.minimum(in_order(flags, indices), 1.0)
 
-    all_finite = tf.logical_and(is_finite, divisor >= replicas)
+    all_finite = tf.logical_and(is_finite, factor <= 1)
     return ops.cond(all_finite, lambda: tf.zeros([len(tensors)]), outlined(check_each))
+
+
+def _times(tensor: tf.Tensor, factor: Any) -> tf.Tensor:
+    """Returns the product; the tensor itself if the factor is a Python 1."""
+    return tensor if isinstance(factor, int) and factor == 1 else tensor * factor
 
 
 def is_overwritten(variable: Any) -> bool:

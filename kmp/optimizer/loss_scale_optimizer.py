@@ -33,7 +33,6 @@ from kmp.scaling.settings import LossScaleSettings, is_dynamic, loss_scale_rule
 from kmp.utils import user_messages, validation
 
 _DEFAULT = scaling.DynamicScale()
-_NO_SCALE = scaling.FixedScale(1.0)
 _SET_AT_CREATION = (
     *LossScaleSettings.__annotations__,
     *("dynamic_growth_steps", "loss_scale_factor", "rule", "jit_compile"),
@@ -120,6 +119,8 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
     sampler: GradientSampler
     # The call that the settings come from, which advice names.
     settings_call: str = "kmp.LossScaleOptimizer"
+    # Whether `compile` chooses the rule by the dtypes of the model.
+    follows_model: bool = False
 
     def __init__(
         self,
@@ -162,7 +163,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         self.jit_compile = jit_compile
         self.counters = Counters()
         self.inner_state = InnerState(inner)
-        self.step_monitor = StepMonitor(requires_scaling=rule != _NO_SCALE)
+        self.step_monitor = StepMonitor(requires_scaling=rule != scaling.NO_SCALE)
         self.sampler = GradientSampler(lambda: self.counters.read_counts().step)
         self._compiled_step: Any = None
         if jit_compile:
@@ -180,6 +181,14 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         # Of the variables, from the input to the loss, in the last trace.
         self._order: tuple[int, ...] = ()
         self._unscaled_order: list[int] = []
+
+    def use_rule(self, rule: scaling.Rule) -> None:
+        """Replaces the rule of the loss scale, before `build` and before the first step."""
+        interval = getattr(rule, "growth_interval", _DEFAULT.growth_interval)
+        initial = rule.initial_scale
+        self.__dict__.update(rule=rule, initial_scale=initial, dynamic_growth_steps=interval)
+        self.step_monitor = StepMonitor(requires_scaling=rule != scaling.NO_SCALE)
+        self.dynamic_scale.assign(initial)
 
     def _step(self, gradients: Gradients, arguments: StepArguments) -> None:
         take_step(self._step_state, gradients, arguments)
@@ -222,6 +231,8 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         loss = ops.convert_to_tensor(loss)
         self.step_monitor.record_loss(loss)
         loss = ops.cast(loss, keras.backend.result_type(loss.dtype, "float32"))
+        if self.rule == scaling.NO_SCALE:
+            return loss
         return ops.multiply(loss, ops.cast(self.loss_scale, loss.dtype))
 
     @tf.autograph.experimental.do_not_convert

@@ -43,18 +43,18 @@ def take_step_on_replicas(state: StepState, gradients: Gradients, arguments: Ste
 
     # Measure, on each replica.
     @tf.function(jit_compile=True, autograph=False)
-    def measure(gradients: Gradients, divisor: tf.Tensor) -> tuple[tf.Tensor, list[Any]]:
+    def measure(gradients: Gradients, divisor: tf.Tensor | None) -> tuple[tf.Tensor, list[Any]]:
         replicas = tf.distribute.get_strategy().num_replicas_in_sync
         flags = nonfinite_flags(gradients, variables, divisor, replicas)
         return flags, unscale_for_update(gradients, variables, divisor)
 
-    flags, gradients = measure(gradients, divisor_of(scale, arguments.unscaled))
+    flags, gradients = measure(gradients, divisor_of(state, scale, arguments.unscaled))
     flags = flags_of_all(state, flags, arguments)
 
     # Agree, over replicas and workers.
     flags, losses = agree(state, flags)
     gradients = _sums_of(gradients)
-    agreed = Agreed(scale, tf.ones([]), flags, losses)
+    agreed = Agreed(scale, None, flags, losses)
 
     # Update or skip, adapt and count.
     update = functools.partial(_update_on_replica, state, variables, arguments.order)

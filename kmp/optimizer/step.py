@@ -66,13 +66,14 @@ class Agreed(NamedTuple):
 
     Attributes:
         scale: Scalar float32, the loss scale.
-        divisor: Scalar float32, by which the gradients are still to be divided.
+        divisor: Scalar float32, by which the gradients are still to be divided; `None` if by
+            nothing.
         flags: float32 of shape `(all variables,)`, above 0 for a non-finite gradient.
         losses: The losses of the step, summed over replicas.
     """
 
     scale: tf.Tensor
-    divisor: tf.Tensor
+    divisor: tf.Tensor | None
     flags: tf.Tensor
     losses: StepLosses
 
@@ -81,7 +82,7 @@ def take_step(state: StepState, gradients: Gradients, arguments: StepArguments) 
     """Takes a step."""
     variables = [state.variables[index] for index in arguments.indices]
     scale = state.bounded_scale()
-    divisor = divisor_of(scale, arguments.unscaled)
+    divisor = divisor_of(state, scale, arguments.unscaled)
 
     # Measure, on each replica.
     replicas = tf.distribute.get_strategy().num_replicas_in_sync
@@ -115,9 +116,11 @@ def bounded_scale(
     return ops.where(ops.isfinite(ops.log(scale)), clipped, initial)
 
 
-def divisor_of(scale: tf.Tensor, unscaled: bool) -> tf.Tensor:
-    """Returns what gradients are to be divided by."""
-    return tf.ones([]) if unscaled else ops.minimum(scale, LARGEST_APPLIED_SCALE)
+def divisor_of(state: StepState, scale: tf.Tensor, unscaled: bool) -> tf.Tensor | None:
+    """Returns what gradients are to be divided by; `None` if by nothing."""
+    if unscaled or state.rule == scaling.NO_SCALE:
+        return None
+    return ops.minimum(scale, LARGEST_APPLIED_SCALE)
 
 
 def flags_of_all(state: StepState, flags: tf.Tensor, arguments: StepArguments) -> tf.Tensor:
@@ -153,7 +156,7 @@ def update_or_skip(
     overflowed = xla.opaque(ops.max(agreed.flags) + agreed.losses.must_skip > 0)
     finish = functools.partial(_adapt_and_count, state, order, agreed)
 
-    def update_replica(divisor: tf.Tensor, gradients: Gradients) -> None:
+    def update_replica(divisor: tf.Tensor | None, gradients: Gradients) -> None:
         # Unscaled inside the branch, so that a skipped step does not pay for it.
         unscaled = unscale_for_update(gradients, variables, divisor)
         state.inner.apply(unscaled, list(variables))
@@ -189,7 +192,8 @@ def _adapt_and_count(
     before = scaling.ScaleState(agreed.scale, clean_steps, counts.overflows_in_a_row)
     outcome = scaling.StepOutcome(overflowed, agreed.losses.were_finite)
     after = rule.update(before, outcome, xp=ops)
-    state.scale.assign(after.scale)
+    if rule != scaling.NO_SCALE:
+        state.scale.assign(after.scale)
     state.clean_steps.assign(after.clean_steps)
 
     # Count.

@@ -38,7 +38,7 @@ class UnscaledFlags:
         if self._flags is None:
             self.build_for(count)
         # They are in the dtypes that decide: the gradients stand for their variables.
-        flags = nonfinite_flags(gradients, variables=gradients, divisor=1.0, replicas=1)
+        flags = nonfinite_flags(gradients, variables=gradients, divisor=None, replicas=1)
         size = self._flags.shape[0]
         if count <= size:
             self._count = count

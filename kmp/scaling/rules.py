@@ -240,3 +240,7 @@ def _backoff_factor(value: Any) -> float:
 
     expected = "a number between 0 and 1, both excluded after rounding to float32"
     return validation.number("backoff_factor", value, expected, accepts)
+
+
+# Of models without float16: nothing is multiplied or divided.
+NO_SCALE = FixedScale(1.0)

@@ -67,13 +67,14 @@ def test_model_built_before_enable_warns_when_it_trains(make_model, compiled_bef
     train(model)
 
 
-def test_float32_model_loaded_under_enable_warns_and_keeps_its_optimizer(tmp_path):
+def test_float32_model_loaded_under_enable_warns_and_keeps_the_state_of_its_optimizer(tmp_path):
     model = compiled(optimizer="adam")
     train(model)
     model.save(tmp_path / "model.keras")
     kmp.enable()
     loaded = keras.models.load_model(tmp_path / "model.keras")
-    assert type(loaded.optimizer) is keras.optimizers.Adam
+    assert type(loaded.optimizer.inner_optimizer) is keras.optimizers.Adam
+    assert loaded.optimizer.rule == kmp.scaling.FixedScale(1.0)
     assert int(loaded.optimizer.iterations) == 1
     with one_warning(
         "no layer that computes in float16. .* loaded or created with dtype='float32'"
@@ -91,7 +92,7 @@ def test_model_that_never_trains_or_was_compiled_for_float32_or_bfloat16_does_no
             float32 = compiled()
         train(float32)
         train(bfloat16)
-    assert type(float32.optimizer) is type(bfloat16.optimizer) is keras.optimizers.SGD
+    assert float32.optimizer.rule == bfloat16.optimizer.rule == kmp.scaling.FixedScale(1.0)
 
 
 @pytest.mark.parametrize("auto_scale_loss", [True, False])
@@ -128,9 +129,10 @@ def test_layers_built_in_the_first_step_warn_after_it_if_their_optimizer_does_no
     model = BuildsInFirstStep()
     kmp.enable()
     with one_warning(
-        "'builds_in_first_step' computes in float16 and trains without kmp's loss scale"
+        "'builds_in_first_step' computes in float16 and trains without a loss scale, because none"
     ):
         train(compiled(model))
+    assert compiled(model).optimizer.rule == kmp.scaling.DynamicScale()
 
 
 class Gan(keras.Model):
