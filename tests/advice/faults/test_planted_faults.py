@@ -4,6 +4,7 @@ import pytest
 from cases import CASES, HEALTHY, HELD_OUT
 from programs import PROGRAMS
 from running import is_cured, is_named, outcome_of, run_program
+from truth import SUSPICIOUS, TRUTHS
 
 import kmp
 
@@ -31,5 +32,5 @@ def test_healthy_program_has_no_problem(name, tmp_path):
 
 
 def test_every_program_is_listed():
-    assert {*PROGRAMS} == {*CASES, *HEALTHY}
+    assert {*PROGRAMS} == {*CASES, *HEALTHY, *TRUTHS, *SUSPICIOUS}
     assert {*HELD_OUT} < {*CASES}
