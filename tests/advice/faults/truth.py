@@ -49,6 +49,13 @@ BFLOAT16: dict[str, Truth] = {
         (ComputeInFloat32("station"),),
         Scores(1.0, 0.809, 1.0),
     ),
+    "fault_bfloat16_likelihood": Truth(
+        Case("precision_loss", "likelihood", 0.95),
+        "WrongOutputs",
+        "log-likelihoods near -511 have steps of 2, and those of the classes differ by less",
+        (ComputeInFloat32("likelihood"),),
+        Scores(0.992, 0.492, 0.992),
+    ),
     "fault_bfloat16_meter": Truth(
         Case("precision_loss", "last_week", 0.9),
         "WrongOutputs",
@@ -168,12 +175,12 @@ SUSPICIOUS: dict[str, str] = {
     "healthy_bfloat16_cubes": "activations of 1e6",
     "healthy_bfloat16_dropout": "outputs and gradients that vary from pass to pass",
     "healthy_bfloat16_embedding": "indices above 256, and a gradient that is nearly all zero",
-    "healthy_bfloat16_likelihood": "outputs near -500, and a softmax over 5000 words",
     "healthy_bfloat16_mask": "a constant of -1e9",
     "healthy_bfloat16_noisy": "few examples, and gradients that are mostly noise",
     "healthy_bfloat16_prices": "outputs with steps of 2",
     "healthy_bfloat16_tiny_gradients": "gradients near 1e-12",
     "healthy_bfloat16_unit_norm": "a sum of 4096 squares",
+    "healthy_bfloat16_vocabulary": "a softmax over 5000 words",
     "healthy_float32_padding": "many zeros, and a logarithm",
     "healthy_float32_spikes": "losses that vary a hundredfold",
 }

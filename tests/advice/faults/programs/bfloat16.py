@@ -252,6 +252,44 @@ def fault_bfloat16_rotary(rng):
     return accuracy(model, (words[1280:], position[1280:]), earlier[1280:])
 
 
+def fault_bfloat16_likelihood(rng):
+    """Log-likelihoods of texts, as sums of the log-softmax of a large vocabulary.
+
+    bfloat16 rounds sums near -500 to multiples of 2. Typical for the comparison of language models.
+    """
+    kmp.enable("mixed_bfloat16")
+
+    class LogLikelihood(keras.layers.Layer):
+        """Returns the log-likelihood of a text under a distribution of words for each class."""
+
+        def build(self, input_shape):
+            self.scores = self.add_weight(shape=(2, 5000), initializer="zeros", name="scores")
+
+        def call(self, words):
+            log_probability = ops.log_softmax(self.scores, axis=-1)
+            return ops.transpose(ops.sum(ops.take(log_probability, words, axis=1), axis=-1))
+
+    label = rng.integers(0, 2, 3072)
+    words = rng.integers(0, 5000, (3072, 60))
+    is_topic = rng.random((3072, 60)) < 0.15
+    words = np.where(is_topic, rng.integers(0, 200, (3072, 60)) + 200 * label[:, None], words)
+    words = words.astype("int32")
+
+    model = keras.Sequential(
+        [keras.Input((60,), dtype="int32", name="words"), LogLikelihood(name="likelihood")]
+    )
+    model.compile(optimizer=keras.optimizers.Adam(learning_rate=3e-4), loss=crossentropy())
+    model.fit(
+        words[:2048],
+        label[:2048],
+        batch_size=32,
+        epochs=5,
+        verbose=0,
+        callbacks=kmp.callbacks.defaults("run"),
+    )
+    return accuracy(model, words[2048:], label[2048:])
+
+
 def fault_bfloat16_meter(rng):
     """The use of the last week as the difference of two cumulative sums.
 
