@@ -15,7 +15,7 @@ os.environ.setdefault("TF_ENABLE_ONEDNN_OPTS", "0")
 
 from programs import PROGRAMS
 from running import run_program, scores_in_keras
-from truth import SUSPICIOUS, TRUTHS
+from truth import SAVED_BY_SKIPPED_STEPS, SUSPICIOUS, TRUTHS
 
 import kmp
 
@@ -43,6 +43,8 @@ def _print_truth(name: str) -> None:
         print(f"         {truth.reason}")
         print("  cure: ", *truth.cure, sep=" ")
         print(f"  known: {truth.scores}, sound from {truth.case.sound}")
+        if name in SAVED_BY_SKIPPED_STEPS:
+            print("         the score is as good if steps with NaN are skipped")
     else:
         print(f"  truth: no fault; {SUSPICIOUS[name]}")
 

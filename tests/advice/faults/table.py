@@ -92,7 +92,7 @@ def main():
         + _BFLOAT16
         + _table([rows[name] for name in BFLOAT16], "bfloat16")
         + _FLOAT32
-        + _table([rows[name] for name in FLOAT32], "16 bits")
+        + _table([rows[name] for name in FLOAT32], "float32")
         + _healthy_table(_HEALTHY, {name: healthy[name] for name in HEALTHY})
         + _healthy_table(_SUSPICIOUS, {name: healthy[name] for name in SUSPICIOUS})
     )
@@ -129,11 +129,10 @@ def _row(name, folder):
     case, outcome = ALL_CASES[name], outcome_of(name, folder)
     finding = next(iter(outcome.advice.problems), None)
     repaired_score, _ = run_program(name, folder / "repaired")
-    title = (
-        f"`{finding.cause}`: {finding.title} `{finding.change.partition(chr(10))[0]}`"
-        if finding
-        else "none"
-    )
+    title = "none"
+    if finding:
+        change = finding.change.partition("\n")[0]
+        title = f"`{finding.cause}`: {finding.title}" + (f" `{change}`" if change else "")
     scores = [_score(score) for score in (outcome.score, outcome.cured_score, repaired_score)]
     is_of_16_bits = case.cause in CURED_BY_FLOAT32
     row = Row(
@@ -154,9 +153,14 @@ def _table(rows, precision):
     )
     summary = (
         f"Of {len(rows)} programs, kmp names the right cause for {causes} and the right place for"
-        f" {places}, and the change cures {cured}. Of {of_precision} that {precision} alone"
-        f" causes, kmp repairs {repaired} without a change.\n"
+        f" {places}, and the change cures {cured}."
     )
+    if of_precision:
+        summary += (
+            f" Of {of_precision} that {precision} alone causes, kmp repairs {repaired} without a"
+            " change."
+        )
+    summary += "\n"
     print(summary)
     return summary + _COLUMNS + _lines([row.cells for row in rows])
 
