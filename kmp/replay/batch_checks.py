@@ -28,7 +28,7 @@ _SPARSE = keras.losses.SparseCategoricalCrossentropy, keras.losses.sparse_catego
 
 def check_batch(passes: Passes) -> BatchCheck:
     """Returns what is wrong with inputs and weights, before any training step."""
-    batch, float16_states = passes.batch, _float16_states(passes)
+    batch, states = passes.batch, _states_in_16_bits(passes)
     largest_input, key = _largest_input(batch[0])
     has_float16 = FLOAT16.name in compute_dtypes(passes.model)
     return BatchCheck(
@@ -36,21 +36,23 @@ def check_batch(passes: Passes) -> BatchCheck:
         has_sample_weight=len(batch) > 2 and batch[2] is not None,
         nonfinite_variables=_nonfinite_variables(passes.variables)[:_MOST_NAMED],
         lost_weights=lost_weights(passes.model),
-        float16_states=len(float16_states),
-        float16_state_names=[name for name in float16_states if name][:_MOST_NAMED],
+        states_in_16_bits=len(states),
+        names_of_states=[name for name in states if name][:_MOST_NAMED],
         largest_input=largest_input,
         largest_input_key=key,
     )
 
 
-def _float16_states(passes: Passes) -> list[str]:
-    """Returns the names of float16 variables that a step assigns and no pass compares.
+def _states_in_16_bits(passes: Passes) -> list[str]:
+    """Returns the names of variables in 16 bits that a step assigns and no pass compares.
 
     Those of a variable that is no attribute of the model are empty.
     """
     model = passes.model
     assigned = [
-        id(each.handle) for each in passes.restored if each.is_assigned and each.dtype == tf.float16
+        id(each.handle)
+        for each in passes.restored
+        if each.is_assigned and each.dtype.name in DTYPES_16_BIT
     ]
     if not assigned:
         return []
