@@ -7,7 +7,7 @@ from kmp.diagnosis import soundness, thresholds
 from kmp.diagnosis.cause import ComputeInFloat32, Edits, PrepareData, SetArguments
 from kmp.diagnosis.run_metrics import RunMetrics, name_of
 from kmp.records import Replay
-from kmp.utils.float_formats import DTYPES_16_BIT, FLOAT32
+from kmp.utils.float_formats import DTYPES_16_BIT, FLOAT16, FLOAT32
 
 IN_FLOAT32 = SetArguments("kmp.enable", {"policy": "'float32'"})
 
@@ -53,11 +53,13 @@ def larger_scale(run: RunMetrics, exponent: float) -> SetArguments:
     return SetArguments(run.settings_call, arguments)
 
 
-def needs_only_a_larger_scale(replay: Replay) -> bool:
+def needs_only_a_larger_scale(run: RunMetrics, replay: Replay) -> bool:
     """Whether a replayed batch is sound at a larger loss scale, without a change of layers.
 
     A smaller one is the matter of the causes of overflows.
     """
+    if run.format is not FLOAT16:  # which alone needs one
+        return False
     usable = replay.gradients.usable_scale or 0.0
     return soundness.needs_another_scale_only(replay) and usable > replay.loss_scale
 
@@ -73,7 +75,7 @@ def replayed(run: RunMetrics, replay: Replay) -> Edits:
         return in_float32(run, replay.float32_layers)
     if is_sound_in_bfloat16(replay):
         return (SetArguments("kmp.enable", {"policy": "'mixed_bfloat16'"}),)
-    if needs_only_a_larger_scale(replay):
+    if needs_only_a_larger_scale(run, replay):
         usable = replay.gradients.usable_scale
         assert usable is not None
         return (larger_scale(run, math.log2(usable)),)

@@ -73,8 +73,8 @@ def main():
     healthy = _HEALTHY.format(
         summary=(
             f"Of {len(HEALTHY)} programs, {alarms} have a problem by kmp, and {clean} get the"
-            f" verdict that float16 does not hurt them; a repair touches {touched}. Two"
-            " compute in another precision."
+            f" verdict that their 16-bit format does not hurt them; a repair touches {touched}. One"
+            " computes in float32."
         )
     )
     text = (
