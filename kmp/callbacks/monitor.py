@@ -53,11 +53,11 @@ class Monitor(keras.callbacks.Callback):
     same callback is compared as one training. This measures
     what the precision changes in the outputs and gradients of each layer, and finds the operation
     that first returned NaN or Inf, and the layers that have to compute in float32; `kmp.advise`
-    reports it. A replay takes at most 8 seconds; the search in a batch that float16 ruins takes at
+    reports it. A replay takes at most 8 seconds; the search in a batch that 16 bits ruin takes at
     most 4 more. Model and seeds stay unchanged; only a step with `run_eagerly=True` that draws from
     NumPy's or TensorFlow's generators draws other numbers after it. Not with several replicas.
 
-    **Repairs.** When steps are skipped in a row, or a comparison shows that float16 changes outputs
+    **Repairs.** When steps are skipped in a row, or a comparison shows that 16 bits change outputs
     and gradients, a replay searches the fewest layers that have to compute in float32, at most
     twelve; or a model of that size that computes outside of its layers. If it finds them, and the
     cause is not the data, the targets, the learning rate or the weights, the `dtype_policy` of
@@ -91,7 +91,7 @@ class Monitor(keras.callbacks.Callback):
             model's.
         variables: The variables to sample: a path as in `variable.path`, a pattern with `*` and `?`
             as in a shell, such as `"*/kernel"`, or a list of these. Defaults to all.
-        replay: Whether to replay batches to find what float16 loses.
+        replay: Whether to replay batches to find what 16 bits lose.
         repair: Whether to repair the training by layers in float32. Needs `replay`.
         on_stuck: What to do if the training is stuck: `"raise"` a `kmp.callbacks.StuckError`,
             `"warn"` once for each streak of skipped steps, or `"ignore"`.

@@ -151,7 +151,7 @@ def overflowing_variables(run: Run, ax: Axes | None = None, top: int = 10) -> Ax
     if len(counts) > top:
         ax.set_ylabel(f"variable (the worst {top} of {len(counts)})")
     shown = dict(list(counts.items())[:top])
-    _draw_bars(ax, shown)
+    _draw_bars(ax, shown, "overflow origin" if is_float16 else "origin")
 
     path, worst = next(iter(shown.items()))
     if worst.origin:
@@ -174,14 +174,14 @@ def _worst_first(overflows: dict[str, int], origins: dict[str, int]) -> dict[str
     return dict(sorted(counts.items(), key=lambda item: item[1], reverse=True))
 
 
-def _draw_bars(ax: Axes, counts: dict[str, _Overflows]) -> None:
+def _draw_bars(ax: Axes, counts: dict[str, _Overflows], name_of_origin: str) -> None:
     positions = np.arange(len(counts))
     height = 0.7 * min(1, len(counts) / 4)
     nonfinite = [max(count) for count in counts.values()]
     origin = [count.origin for count in counts.values()]
     for bar in ax.barh(positions, nonfinite, height, label="gradient not finite"):
         bar.set(facecolor="0.85", edgecolor="0.4", linewidth=0.8)
-    for bar in ax.barh(positions, origin, height, label="overflow origin"):
+    for bar in ax.barh(positions, origin, height, label=name_of_origin):
         bar.set(facecolor=style.DARK, edgecolor="white", linewidth=0, hatch="//")
     ax.set_yticks(positions, style.short_names(list(counts), _VARIABLE_LENGTH))
     ax.set_ylim(len(counts) - 0.4, -0.6)

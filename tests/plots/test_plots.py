@@ -467,6 +467,7 @@ def test_bars_show_nonfinite_gradients_and_origins_of_the_newest_record_also_wit
 def test_bars_of_another_format_are_of_gradients_that_are_not_finite(dtype):
     header = without_scale(dtype)
     ax = plots.overflowing_variables(Run([overflows_of({"a": 7}, {"a": 4})], header))
+    assert legend_labels(ax) == ["gradient not finite", "origin"]
     assert ax.get_title(loc="left") == "4 of 4 NaN or Inf gradients begin at\na"
     ax = plots.overflowing_variables(Run([overflows_of({}, {})], header))
     assert ax.get_title(loc="left") == "Variables with NaN or Inf gradients"
