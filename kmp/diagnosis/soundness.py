@@ -13,6 +13,7 @@ from kmp.records.replay import (
     NonfiniteOperation,
     StateError,
 )
+from kmp.utils.float_formats import BFLOAT16, FLOAT16, FloatFormat
 
 
 def has_converged(error: GradientError) -> bool:
@@ -42,19 +43,30 @@ def is_harmful_state(error: StateError) -> bool:
     return error.next_update > limit and error.error > thresholds.HARMFUL_GRADIENT_ERROR
 
 
-def are_harmful(output_error: float, gradient_errors: Sequence[GradientError]) -> bool:
-    """Whether errors of outputs and gradients are so large that float16 hurts the training."""
+def output_limit(number_format: FloatFormat) -> float:
+    """Returns the error of outputs above which it is harmful, if gradients notice it."""
+    if number_format is BFLOAT16:
+        return thresholds.HARMFUL_OUTPUT_ERROR_IN_BFLOAT16
+    return thresholds.HARMFUL_OUTPUT_ERROR
+
+
+def are_harmful(
+    output_error: float,
+    gradient_errors: Sequence[GradientError],
+    number_format: FloatFormat = FLOAT16,
+) -> bool:
+    """Whether errors of outputs and gradients are so large that 16 bits hurt the training."""
     if not gradient_errors:
         return output_error > thresholds.HARMFUL_OUTPUT_ERROR_ALONE
     if any(map(is_harmful_gradient, gradient_errors)):
         return True
     largest = max(error.error for error in gradient_errors)
     is_noticed = largest > thresholds.NOTICED_GRADIENT_ERROR
-    return is_noticed and output_error > thresholds.HARMFUL_OUTPUT_ERROR
+    return is_noticed and output_error > output_limit(number_format)
 
 
 def harmful_states(errors: Iterable[StateError] | None) -> list[StateError]:
-    """Returns the states that float16 keeps far from where the batches move them."""
+    """Returns the states that 16 bits keep far from where the batches move them."""
     return [error for error in errors or () if is_harmful_state(error)]
 
 
@@ -68,12 +80,14 @@ def harmful_gradients(replay: Replay) -> list[GradientError]:
     return list(filter(is_harmful_gradient, replay.gradient_errors))
 
 
-def is_harmful(replay: Replay) -> bool:
-    """Whether the results of a replay differ so much that float16 hurts the training."""
+def is_harmful(replay: Replay, number_format: FloatFormat = FLOAT16) -> bool:
+    """Whether the results of a replay differ so much that 16 bits hurt the training."""
     if replay.comparison is None:
         return False
     errors = replay.comparison
-    return are_harmful(errors.output_error, errors.gradients) or bool(lost_states(replay))
+    if are_harmful(errors.output_error, errors.gradients, number_format):
+        return True
+    return bool(lost_states(replay))
 
 
 def loss_difference(replay: Replay) -> float:
@@ -119,18 +133,18 @@ def lossy_operation(replay: Replay, is_of: Callable[[str], bool]) -> LossyOperat
 
 
 def lost_weights_of(replay: Replay, layer: str) -> list[LostWeight]:
-    """Returns the weights of a layer and its sublayers with values that float16 loses."""
+    """Returns the weights of a layer and its sublayers with values that 16 bits lose."""
     return [weight for weight in replay.batch.lost_weights if weight.path.startswith(f"{layer}/")]
 
 
-def error_origin(replay: Replay) -> LayerError | None:
+def error_origin(replay: Replay, number_format: FloatFormat = FLOAT16) -> LayerError | None:
     """Returns the layer where a harmful error of the outputs begins.
 
     It adds most to the error on inputs of float32. One of the layers of the cure, if these add to
     it. A layer with a weight that float16 loses may add little to it, which the next layers
     amplify. `None` without a harmful error, or if no layer adds to it.
     """
-    if (replay.output_error or 0.0) <= thresholds.HARMFUL_OUTPUT_ERROR:
+    if (replay.output_error or 0.0) <= output_limit(number_format):
         return None
     limit = thresholds.HARMFUL_OUTPUT_ERROR
     adding = [each for each in replay.layer_errors if _added(each) > limit]

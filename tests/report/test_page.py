@@ -91,11 +91,11 @@ def make_run(
     steps=300,
     **settings,
 ):
-    """Returns a run at a fixed scale of 16.
+    """Returns a run at a fixed scale, of 16 unless the settings have another.
 
-    It underflows, skips steps, or is healthy with a large `shift`.
+    In float16 it underflows, skips steps, or is healthy with a large `shift`.
     """
-    rows = []
+    rows, scale = [], settings.get("initial_scale", 16.0)
     for step in range(10, steps + 1, 10):
         count = skipped * step // steps
         counters = {
@@ -111,10 +111,10 @@ def make_run(
             "overflow_origins_by_variable": {names[-1]: count} if count else {},
             "last_loss": 3 / step,
         }
-        rows.append({"step": step, "loss_scale": 16.0, "clean_steps": step})
+        rows.append({"step": step, "loss_scale": scale, "clean_steps": step})
         rows.append({"step": step, "overflow_origin": names[-1] if count else None} | counters)
         if step % 50 == 0:
-            rows.append(record_of(sample(step, names, shift)))
+            rows.append(record_of(sample(step, names, shift, scale)))
     return Run(rows, header(**settings))
 
 
@@ -131,11 +131,16 @@ def make_compared_run(layers=("m/first", "m/last"), **arguments):
     return run
 
 
+def make_run_without_scale(*dtypes, **arguments):
+    """Returns a run whose layers compute in these dtypes, with the loss scale that they get."""
+    return make_run(shift=20, compute_dtypes=list(dtypes), initial_scale=1.0, **arguments)
+
+
 def make_three_runs():
     return {
-        "float32": make_run(shift=20, compute_dtypes=["float32"]),
+        "float32": make_run_without_scale("float32"),
         "float16": make_run(),
-        "bfloat16": make_run(shift=20, compute_dtypes=["bfloat16", "float32"]),
+        "bfloat16": make_run_without_scale("bfloat16", "float32"),
     }
 
 
@@ -268,7 +273,7 @@ def test_page_is_reproducible_and_leaves_matplotlib_as_it_was(page_of_one):
 
 
 def test_comparison_with_float32_follows_the_findings_of_a_run_that_has_one(without_figures):
-    title = "Float16 against float32, layer by layer"
+    title = "Difference from float32, layer by layer"
     run = make_compared_run()
     page = report.html({"first": run})
     positions = [
@@ -286,6 +291,38 @@ def test_comparison_with_float32_follows_the_findings_of_a_run_that_has_one(with
     of_two = report.html({"first": run, "second": make_run()})
     assert text_of(of_two).count(title) == 1
     assert len([alt for alt in values_of(of_two, "alt") if alt.startswith("Errors of")]) == 1
+
+
+WORDS_OF_FLOAT16 = ("subnormal", "underflow", "Underflow", "loss scale", "Loss scale", "scaled")
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("skipped", [0, 30])
+def test_report_of_another_format_does_not_speak_of_float16(dtype, skipped):
+    run = make_run_without_scale(dtype, skipped=skipped)
+    page = report.html({"first": run})
+    for text in (text_of(page), " ".join(values_of(page, "alt")), printed({"first": run})):
+        assert not [word for word in WORDS_OF_FLOAT16 if word in text]
+        assert not re.search("(?<!b)float16", text)
+    assert "NaN and Inf by variable" in text_of(page)
+    # The exponents of the newest sample and over the steps; and the variables with NaN or Inf.
+    assert len(values_of(page, "alt")) == (3 if skipped else 2)
+    assert ("30 30" in text_of(page)) == bool(skipped)
+    assert "rule" not in dict(RunSummary("first", run).settings)
+
+
+def test_float32_run_is_compared_with_nothing():
+    runs = {"first": make_compared_run(compute_dtypes=["float32"], initial_scale=1.0)}
+    assert "Difference from float32" not in text_of(report.html(runs))
+    assert "differ from float32" not in printed(runs)
+
+
+def test_scale_related_figures_of_several_runs_are_those_of_runs_with_a_loss_scale(without_figures):
+    alone = {"a": make_run_without_scale("float32"), "b": make_run_without_scale("bfloat16")}
+    text = text_of(report.html(alone))
+    assert "Gradients, side by side" in text
+    assert "oss scale" not in text
+    assert "Loss scale and gradients, side by side" in text_of(report.html(make_three_runs()))
 
 
 def test_errors_of_layers_are_listed_with_their_gradients():
@@ -339,7 +376,8 @@ def test_page_of_several_runs_has_a_comparison_and_then_each_run(without_figures
     text = text_of(page)
     positions = [text.index(part) for part in ("3 runs compared", "computed in", "side by side")]
     assert positions == sorted(positions)
-    assert len(loaded_by(page)) == 3 * 4
+    # Only the run in float16 has figures of the loss scale and of others.
+    assert len(loaded_by(page)) == 3 * 2 + 2
     for run in runs.values():
         assert text.count(normalized(kmp.advise(run).verdict)) >= 2
 
