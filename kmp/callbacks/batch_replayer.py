@@ -32,7 +32,7 @@ from kmp.replay import (
 )
 from kmp.scaling import NO_SCALE
 from kmp.utils import user_messages
-from kmp.utils.float_formats import DTYPES_16_BIT, FLOAT16
+from kmp.utils.float_formats import FLOAT16, FLOAT32, FloatFormat, computing_format
 
 logger = logging.getLogger("kmp")
 
@@ -190,7 +190,7 @@ class BatchReplayer:
         with self._time.of_comparisons.measured():
             found = self._replay(captured, variables, snapshot, snapshot.loss_scale, None)
         replay = found.get("replay")
-        self._has_differed |= replay is not None and soundness.is_harmful(replay)
+        self._has_differed |= replay is not None and soundness.is_harmful(replay, self._format)
         if not self._attempts.last_reason:
             self._last_step = snapshot.step
         return found
@@ -369,14 +369,19 @@ class BatchReplayer:
         guard = guarded_step_of(self._model)
         if guard is not None and guard.has_repaired_layers:
             return True
-        return not compute_dtypes(self._model).isdisjoint(DTYPES_16_BIT)
+        return self._format is not FLOAT32
+
+    @property
+    def _format(self) -> FloatFormat:
+        """The number format that limits the model, which a repair may change."""
+        return computing_format(compute_dtypes(self._model))
 
     def _zero_share_of(self, snapshot: Snapshot) -> float:
         """Returns the share of the sampled elements that are zero, and may not be in float32.
 
         0 without a finite sample, and in the formats that have the range of float32.
         """
-        if snapshot.sample is None or FLOAT16.name not in compute_dtypes(self._model):
+        if snapshot.sample is None or self._format is not FLOAT16:
             return 0.0
         histogram = snapshot.sample.histogram
         if not histogram.total or not histogram.is_finite:

@@ -153,7 +153,7 @@ class Repairer:
             return None
         if self._flushes_branch(cure, result):
             return None
-        if cure.replay.is_finite and is_harmful(result):
+        if cure.replay.is_finite and is_harmful(result, self._recorder.run.format):
             return None
         return proof
 

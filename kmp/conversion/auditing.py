@@ -34,6 +34,7 @@ from kmp.utils.float_formats import (
     FLOAT32,
     FORMATS_16_BIT,
     FloatFormat,
+    computing_format,
 )
 
 
@@ -102,8 +103,7 @@ def audit(model: keras.Model, batch: Any = None, policy: str | None = None) -> A
 
 def _own_policy(model: keras.Model) -> str:
     """Returns the policy to audit a model for if none is asked for."""
-    dtypes = compute_dtypes(model)
-    is_bfloat16 = BFLOAT16.name in dtypes and FLOAT16.name not in dtypes
+    is_bfloat16 = computing_format(compute_dtypes(model)) is BFLOAT16
     return f"mixed_{(BFLOAT16 if is_bfloat16 else FLOAT16).name}"
 
 

@@ -18,7 +18,7 @@ from kmp.diagnosis import thresholds
 from kmp.records.replay import BATCH_PARTS, BATCH_X, BatchCheck, InvalidTargets, NonfinitePart
 from kmp.replay.eager_pass import Passes, float_states
 from kmp.replay.precision_loss import lost_weights
-from kmp.utils.float_formats import DTYPES_16_BIT, FLOAT16, FLOAT32
+from kmp.utils.float_formats import DTYPES_16_BIT, FLOAT16, FLOAT32, computing_format
 
 _MOST_NAMED = 100
 # The class and the function of a loss.
@@ -30,9 +30,10 @@ def check_batch(passes: Passes) -> BatchCheck:
     """Returns what is wrong with inputs and weights, before any training step."""
     batch, states = passes.batch, _states_in_16_bits(passes)
     largest_input, key = _largest_input(batch[0])
-    has_float16 = FLOAT16.name in compute_dtypes(passes.model)
+    number_format = computing_format(compute_dtypes(passes.model))
+    largest = FLOAT16.max if number_format is FLOAT16 else FLOAT32.max
     return BatchCheck(
-        nonfinite=_nonfinite_part(batch, (FLOAT16 if has_float16 else FLOAT32).max),
+        nonfinite=_nonfinite_part(batch, largest),
         has_sample_weight=len(batch) > 2 and batch[2] is not None,
         nonfinite_variables=_nonfinite_variables(passes.variables)[:_MOST_NAMED],
         lost_weights=lost_weights(passes.model),

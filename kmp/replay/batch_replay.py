@@ -41,7 +41,7 @@ from kmp.replay.layer_marks import LayerMarks
 from kmp.replay.layer_search import DTYPE_ERRORS, computing_choices, find_float32_layers
 from kmp.replay.loss_scaling import unscaled_gradients
 from kmp.replay.precision_loss import Reference, gradient_errors, layer_errors, state_errors
-from kmp.utils.float_formats import DTYPES_16_BIT, FLOAT16, FLOAT32
+from kmp.utils.float_formats import BFLOAT16, FLOAT16, FLOAT32, FloatFormat, computing_format
 
 Failure = Literal["loss", "gradients"]
 
@@ -160,9 +160,8 @@ class _BatchReplay:
         self._context = context
         batch_size = context.batch_size or passes.examples
         self._share = _share_of_batch(passes, batch_size)
-        dtypes = compute_dtypes(passes.model)
-        self._has_float16 = FLOAT16.name in dtypes
-        self._has_16_bits = not dtypes.isdisjoint(DTYPES_16_BIT)
+        self._format = computing_format(compute_dtypes(passes.model))
+        self._has_float16 = self._format is FLOAT16
         factor = context.loss_scale * self._share if self._has_float16 else 1.0
         self._passes = replace(passes, factor=factor)
         later = passes.deadline + _SEARCH_SECONDS
@@ -197,13 +196,15 @@ class _BatchReplay:
             return self._with_overflow(found, own, exact), sample
         is_comparable = exact.is_finite and not (own.is_random or exact.is_random)
         # A skipped step of a model in float32 says nothing about 16 bits.
-        if is_comparable and (self._has_16_bits or not self._context.failed):
+        if is_comparable and not (self._format is FLOAT32 and self._context.failed):
             return self._with_comparison(found, own, exact), sample
         return found, sample
 
     def _in_own_precision(self, exact: PassResult) -> PassResult:
         """Returns the pass in the precision of the model, which may be that in float32."""
-        return self._passes.in_own_precision(reference=exact) if self._has_16_bits else exact
+        if self._format is FLOAT32:
+            return exact
+        return self._passes.in_own_precision(reference=exact)
 
     def _in_float32(self, batch: BatchCheck) -> tuple[PassResult | None, BatchCheck]:
         """Returns the pass in float32, and the batch with its invalid targets.
@@ -285,7 +286,7 @@ class _BatchReplay:
         passes = replace(self._searching, deadline=time.monotonic() + _BFLOAT16_SECONDS)
         try:
             result = passes.in_bfloat16(factor=factor, reference=exact)
-            return _is_sound(result, self._reference(exact))
+            return _is_sound(result, self._reference(exact), BFLOAT16)
         except (TimeoutError, *DTYPE_ERRORS):
             return None
 
@@ -362,7 +363,7 @@ class _BatchReplay:
             states = state_errors(own, reference)
         comparison = replace(comparison, layers=layer_errors(own), states=states)
         found = replace(found, comparison=comparison)
-        is_harmful = soundness.is_harmful(found)
+        is_harmful = soundness.is_harmful(found, self._format)
         if is_harmful or comparison.output_error > thresholds.HARMFUL_OUTPUT_ERROR:
             with contextlib.suppress(TimeoutError):
                 comparison = replace(comparison, layers=layer_errors(own, self._measured))
@@ -376,7 +377,7 @@ class _BatchReplay:
         lost = [layer_of(each.path) for each in soundness.harmful_states(states)]
         search, watched = find_float32_layers(
             self._searching,
-            lambda result: _is_sound(result, reference),
+            lambda result: _is_sound(result, reference, self._format),
             exact,
             computing_choices(self._passes.model),
             factor=max(usable, self._passes.factor),
@@ -436,11 +437,11 @@ def _compared(result: PassResult, reference: Reference) -> Comparison:
     return Comparison(result.marks.output_error, gradients=gradients)
 
 
-def _is_sound(result: PassResult, reference: Reference) -> bool:
+def _is_sound(result: PassResult, reference: Reference, number_format: FloatFormat) -> bool:
     if not result.is_finite:
         return False
     compared = _compared(result, reference)
-    if soundness.are_harmful(compared.output_error, compared.gradients):
+    if soundness.are_harmful(compared.output_error, compared.gradients, number_format):
         return False
     return not soundness.harmful_states(state_errors(result, reference))
 
