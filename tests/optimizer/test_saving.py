@@ -7,7 +7,15 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from conftest import assert_equal, compiled_model, fit, optimizer_for, small_data, values
+from conftest import (
+    assert_equal,
+    compiled_model,
+    fit,
+    optimizer_for,
+    small_data,
+    small_model,
+    values,
+)
 from keras import ops
 
 import kmp
@@ -226,39 +234,124 @@ def test_file_of_another_optimizer_is_not_loaded(tmp_path, enabled):
     assert_equal(plain_state(fresh), before)
 
 
+def checkpoint_of(model, parts=("model", "optimizer")):
+    objects = {"model": model, "optimizer": model.optimizer}
+    return tf.train.Checkpoint(**{part: objects[part] for part in parts})
+
+
+def trained_with(wrap, make, steps=3):
+    """A model whose optimizer has state, and is or is not in a wrapper."""
+    model = compiled_model(wrap(make()), run_eagerly=True, auto_scale_loss=False)
+    model.optimizer.build(model.trainable_variables)
+    inner = getattr(model.optimizer, "inner_optimizer", model.optimizer)
+    for _ in range(steps):
+        inner.apply([ops.ones(each.shape) for each in model.trainable_variables])
+    return model
+
+
+def unwrapped(optimizer):
+    return optimizer
+
+
+NUMBERED = [adam_with_a_schedule, lambda: keras.optimizers.Nadam(0.1)]
+
+
 @pytest.mark.parametrize("parts", [("model",), ("model", "optimizer"), ("optimizer",)])
-def test_checkpoint_of_a_plain_optimizer_is_read_before_that_is_wrapped(tmp_path, enabled, parts):
-    def checkpoint(model):
-        objects = {"model": model, "optimizer": model.optimizer}
-        return tf.train.Checkpoint(**{part: objects[part] for part in parts})
+@pytest.mark.parametrize("wrapper", [OURS, STOCK])
+def test_checkpoint_of_a_plain_optimizer_goes_on_in_a_wrapped_one(
+    tmp_path, enabled, wrapper, parts
+):
+    trained = trained_with(unwrapped, adam_with_a_schedule)
+    path = checkpoint_of(trained, parts).save(str(tmp_path / "x"))
+    optimizer = wrapper(adam_with_a_schedule(), initial_scale=64.0)
+    fresh = compiled_model(optimizer, run_eagerly=True)
+    optimizer.build(fresh.trainable_variables)
+    status = checkpoint_of(fresh, parts).restore(path).assert_nontrivial_match()
+    assert_equal(plain_state(fresh), plain_state(trained))
+    assert (float(optimizer.dynamic_scale), int(optimizer.iterations)) == (64.0, 3)
+    # The checkpoint has no loss scale.
+    with pytest.raises(AssertionError, match="not bound to checkpointed values"):
+        status.assert_consumed()
+    fit(fresh, batches=1)
+    assert int(optimizer.iterations) == 4
 
-    trained = plain_model(adam_with_a_schedule())
-    trained.optimizer.apply([ops.ones(each.shape) for each in trained.trainable_variables])
-    path = checkpoint(trained).save(str(tmp_path / "x"))
-    with pytest.raises(ValueError, match=r"has a plain optimizer at .*kmp\.wrap\(optimizer\)"):
-        checkpoint(wrapped_model(adam_with_a_schedule())).restore(path)
 
-    fresh = plain_model(adam_with_a_schedule())
-    checkpoint(fresh).restore(path).assert_consumed()
-    fresh.compile(kmp.wrap(fresh.optimizer), "sparse_categorical_crossentropy", run_eagerly=True)
+@pytest.mark.parametrize("parts", [("model",), ("model", "optimizer"), ("optimizer",)])
+@pytest.mark.parametrize("wrapper", [OURS, STOCK])
+def test_checkpoint_of_a_wrapped_optimizer_goes_on_in_a_plain_one(tmp_path, wrapper, parts):
+    trained = trained_with(wrapper, adam_with_a_schedule)
+    path = checkpoint_of(trained, parts).save(str(tmp_path / "x"))
+    with kmp.enable("float32"):
+        fresh = plain_model(adam_with_a_schedule())
+        status = checkpoint_of(fresh, parts).restore(path).assert_existing_objects_matched()
+    assert_equal(plain_state(fresh), plain_state(trained))
+    with pytest.raises(AssertionError, match="Unresolved object in checkpoint.*optimizer"):
+        status.assert_consumed()  # the loss scale
+    status.expect_partial()
+    fit(fresh, batches=1)
+    assert int(fresh.optimizer.iterations) == 4
+
+
+@pytest.mark.parametrize("make", NUMBERED, ids=["adam", "nadam"])
+@pytest.mark.parametrize(("before", "after"), [(unwrapped, OURS), (OURS, unwrapped)])
+def test_checkpoint_waits_for_an_optimizer_that_is_created_later(
+    tmp_path, enabled, before, after, make
+):
+    trained = trained_with(before, make)
+    path = checkpoint_of(trained, ["model"]).write(str(tmp_path / "x"))
+    fresh = small_model()
+    status = tf.train.Checkpoint(model=fresh).read(path)
+    fresh.compile(after(make()), "mse", auto_scale_loss=False)
+    fresh.optimizer.build(fresh.trainable_variables)
+    assert_equal(plain_state(fresh), plain_state(trained))
+    status.expect_partial()
+
+
+def test_manager_goes_on_with_the_checkpoints_of_a_plain_optimizer(tmp_path, enabled):
+    def manager(model):
+        return tf.train.CheckpointManager(checkpoint_of(model), str(tmp_path), max_to_keep=2)
+
+    trained = trained_with(unwrapped, adam_with_a_schedule)
+    manager(trained).save()
+    fresh = wrapped_model(adam_with_a_schedule())
+    in_16_bits = manager(fresh)
+    assert in_16_bits.restore_or_initialize().endswith("ckpt-1")
     assert_equal(plain_state(fresh), plain_state(trained))
     fit(fresh, batches=1)
-    assert int(fresh.optimizer.iterations) == 2
+    assert in_16_bits.save().endswith("ckpt-2")
+    last = wrapped_model(adam_with_a_schedule())
+    checkpoint_of(last).restore(in_16_bits.latest_checkpoint).assert_consumed()
+    assert_equal(last.optimizer.variables, fresh.optimizer.variables)
+    assert last.optimizer.snapshot().step == 1
 
 
-def test_checkpoint_of_a_wrapped_optimizer_is_read_before_the_inner_one_is_taken(tmp_path):
-    with kmp.enable():
-        trained = wrapped_model(adam_with_a_schedule())
-    fit(trained, batches=3)
-    path = tf.train.Checkpoint(optimizer=trained.optimizer).save(str(tmp_path / "x"))
-    fresh = plain_model(adam_with_a_schedule())
-    with pytest.raises(ValueError, match=r"LossScaleOptimizer at 'optimizer/'.*inner_optimizer"):
-        tf.train.Checkpoint(optimizer=fresh.optimizer).restore(path)
+@pytest.mark.parametrize(
+    ("before", "after", "cure"),
+    [(unwrapped, OURS, r"`kmp\.wrap\(optimizer\)`"), (OURS, unwrapped, "`inner_optimizer`")],
+)
+def test_checkpoint_with_other_variables_is_an_error_that_says_what_to_write(
+    tmp_path, enabled, before, after, cure
+):
+    def adafactor():
+        return keras.optimizers.Adafactor(0.1)
 
-    wrapped = kmp.LossScaleOptimizer(fresh.optimizer)
-    wrapped.build(fresh.trainable_variables)
-    tf.train.Checkpoint(optimizer=wrapped).restore(path).assert_consumed()
-    assert_equal(plain_state(fresh), plain_state(trained))
+    path = checkpoint_of(trained_with(before, adafactor)).write(str(tmp_path / "x"))
+    fresh = trained_with(after, adafactor, steps=1)
+    state, kernels = plain_state(fresh), fresh.get_weights()
+    with pytest.raises(ValueError, match=f"has .* variables of a .* optimizer.*{cure}"):
+        checkpoint_of(fresh).read(path)
+    assert_equal(plain_state(fresh), state)
+    assert_equal(fresh.get_weights(), kernels)
+
+
+@pytest.mark.parametrize(("before", "after"), [(unwrapped, OURS), (OURS, unwrapped)])
+def test_checkpoint_whose_root_is_an_optimizer_that_is_wrapped_otherwise_is_an_error(
+    tmp_path, enabled, before, after
+):
+    trained, fresh = (trained_with(wrap, adam_with_a_schedule) for wrap in (before, after))
+    path = tf.train.Checkpoint(trained.optimizer).save(str(tmp_path / "x"))
+    with pytest.raises(ValueError, match=r"`tf\.train\.Checkpoint\(optimizer=optimizer\)`"):
+        tf.train.Checkpoint(fresh.optimizer).restore(path)
 
 
 def test_missing_checkpoint_is_the_error_of_tensorflow(tmp_path, enabled):
