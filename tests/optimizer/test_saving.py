@@ -203,14 +203,18 @@ def test_state_of_a_float32_run_goes_on_under_enable(tmp_path, make):
 
 @pytest.mark.parametrize("make", [adam_with_a_schedule, lambda: keras.optimizers.SGD(0.1)])
 @pytest.mark.parametrize("wrapper", [OURS, STOCK])
-def test_state_of_a_float16_run_goes_on_in_float32(tmp_path, wrapper, make):
+@pytest.mark.parametrize("file", ["x.weights.h5", "x.keras"])
+def test_state_of_a_float16_run_goes_on_in_float32(tmp_path, wrapper, make, file):
     keras.config.set_dtype_policy("mixed_float16")
     trained = compiled_model(wrapper(make()), run_eagerly=True)
     fit(trained, batches=3)
-    trained.save_weights(tmp_path / "x.weights.h5")
+    if file == "x.keras":
+        trained.save(tmp_path / file)
+    else:
+        trained.save_weights(tmp_path / file)
     with kmp.enable("float32"):
         fresh = plain_model(make())
-        fresh.load_weights(tmp_path / "x.weights.h5")
+        fresh.load_weights(tmp_path / file)
     assert_equal(plain_state(fresh), plain_state(trained))
     assert int(fresh.optimizer.iterations) == 3
 
@@ -419,6 +423,86 @@ def test_error_of_loading_without_kmp_names_the_import(tmp_path, enabled):
     assert "'registered_name': 'kmp>Softmax'" in process.stderr
     process = subprocess.run([sys.executable, "-c", f"import kmp, {code[7:]}"], check=False)
     assert process.returncode == 0
+
+
+WITHOUT_KMP = """
+import sys, warnings
+import keras, numpy as np, tensorflow as tf
+LossScaleOptimizer = keras.optimizers.LossScaleOptimizer
+warnings.simplefilter("error")
+
+def model_with(optimizer):
+    layers = keras.layers.Dense(4), keras.layers.BatchNormalization(), keras.layers.Dense(1)
+    model = keras.Sequential([keras.Input((3,)), *layers])
+    model.compile(optimizer, "mse", auto_scale_loss=False)
+    model.optimizer.build(model.trainable_variables)
+    return model
+
+def assert_loaded(model, name="adam"):
+    for weight, saved in zip(model.get_weights(), np.load(name + ".npz").values(), strict=True):
+        np.testing.assert_array_equal(weight, saved)
+
+def load(wrap, optimizer):
+    model = model_with(wrap(keras.optimizers.get(optimizer)))
+    model.load_weights("adam.weights.h5")
+    assert_loaded(model)
+    return model.optimizer
+
+def restore(wrap, optimizer):
+    model = model_with(wrap(keras.optimizers.get(optimizer)))
+    tf.train.Checkpoint(model=model).read(optimizer).expect_partial()
+    assert_loaded(model, optimizer)
+    return model.optimizer
+
+def plain(optimizer):
+    return optimizer
+
+assert_loaded(keras.models.load_model("adam.keras", compile=False))
+for read in load, restore:
+    wrapped = read(LossScaleOptimizer, "adam")
+    assert (float(wrapped.dynamic_scale), int(wrapped.iterations)) == (64.0, 2)
+    assert all(np.any(wrapped.inner_optimizer.variables[index]) for index in (2, 3))
+assert float(restore(plain, "sgd").learning_rate) == 0.0
+warnings.simplefilter("ignore")
+assert int(load(plain, "adam").iterations) == 0
+for read, error in (
+    (lambda: keras.models.load_model("adam.keras"), "Could not locate class 'LossScaleOptimizer'"),
+    (lambda: restore(plain, "adam"), "expected dtype float does not equal original dtype int64"),
+):
+    try:
+        read()
+    except Exception as raised:
+        assert error in str(raised), raised
+    else:
+        raise AssertionError(error)
+assert "kmp" not in sys.modules
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", ["mixed_float16", "float32"])
+def test_what_keras_alone_loads_is_what_the_guide_says(tmp_path, policy):
+    for name in ("adam", "sgd"):
+        with kmp.enable(policy):
+            layers = keras.layers.Dense(4), keras.layers.BatchNormalization(), keras.layers.Dense(1)
+            model = keras.Sequential([keras.Input((3,)), *layers])
+            model.compile(OURS(name, initial_scale=64.0), "mse", run_eagerly=True)
+            keras.utils.set_random_seed(0)
+            model.set_weights([np.random.normal(size=each.shape) for each in model.weights])
+            x = np.random.default_rng(0).normal(size=(8, 3))
+            model.fit(x, x[:, :1], batch_size=4, verbose=0)
+        model.save(tmp_path / f"{name}.keras")
+        model.save_weights(tmp_path / f"{name}.weights.h5")
+        tf.train.Checkpoint(model=model).write(str(tmp_path / name))
+        np.savez(tmp_path / f"{name}.npz", *model.get_weights())
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_KMP],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
 
 
 def test_truncated_file_is_an_error_and_stays_as_it_was(tmp_path, enabled):
