@@ -9,6 +9,7 @@ from typing import Any
 
 import keras
 
+from kmp.backend.keras_internals import has_float8_gradients
 from kmp.callbacks.replay_time import ReplayTime
 from kmp.callbacks.training_records import Row
 from kmp.diagnosis import soundness, thresholds
@@ -103,8 +104,9 @@ class BatchReplayer:
         self._zero_share, self._last_step = 0.0, 0  # of the last replay without an overflow
         # A step that runs eagerly runs its Python code each time, which may count the calls.
         is_custom = self._step.is_custom
+        has_python_effects = is_custom and self._model.run_eagerly
         self._attempts = ReplayAttempts(
-            runs_step=not (is_custom and self._model.run_eagerly),
+            runs_step=not has_python_effects and not has_float8_gradients(self._model),
             can_run_less=is_custom,
             takes_whole=self._capture.takes_whole,
         )

@@ -250,6 +250,20 @@ class Averaged(OwnStep, keras.Sequential):
         return result
 
 
+def test_layers_in_float8_are_compared_in_their_forward_pass():
+    model = sequential(layers.Dense(16), layers.Dense(16), shape=(16,), optimizer="adam")
+    for layer in model.layers:
+        layer.quantize("float8")
+    callbacks = defaults()
+    x = np.random.default_rng(0).normal(size=(64, 16))
+    model.compile("adam", "mse")
+    model.fit(x, x, batch_size=16, verbose=0, callbacks=callbacks)
+    replays = [replay for _, replay in callbacks[0].run.replays]
+    assert len(replays) >= 2
+    assert all(replay.is_forward_only for replay in replays)
+    assert "only the forward pass could be replayed" in str(kmp.advise(callbacks[0].run))
+
+
 def test_float16_variable_that_no_pass_compares_is_named(tmp_path):
     model = Averaged([keras.Input((4,)), layers.Dense(1)], name="averaged")
     model.average()
