@@ -504,6 +504,14 @@ def test_what_keras_alone_loads_is_what_the_guide_says(tmp_path, policy):
     )
     assert done.returncode == 0, done.stderr[-2000:]
 
+    with kmp.enable("float32"):
+        fresh = keras.models.clone_model(model)
+        fresh.compile("sgd", "mse", auto_scale_loss=False)
+        fresh.optimizer.build(fresh.trainable_variables)
+        tf.train.Checkpoint(model=fresh).read(str(tmp_path / "sgd")).expect_partial()
+    assert float(fresh.optimizer.learning_rate) == pytest.approx(0.01)
+    assert int(fresh.optimizer.iterations) == 2
+
 
 def test_truncated_file_is_an_error_and_stays_as_it_was(tmp_path, enabled):
     model, path, weights_path = (
