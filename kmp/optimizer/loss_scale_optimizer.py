@@ -485,8 +485,10 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
 
     def save_own_variables(self, store: Any) -> None:
         """Saves the variables of Keras' class; without a loss scale, those of a plain optimizer."""
-        saved = self.inner_optimizer if self.rule == scaling.NO_SCALE else super()
-        saved.save_own_variables(store)
+        if self.rule == scaling.NO_SCALE:
+            self.inner_optimizer.save_own_variables(store)
+        else:
+            super().save_own_variables(store)
 
     def __dir__(self) -> Iterable[str]:
         """Lists the attributes, in which Keras finds what else to save."""
