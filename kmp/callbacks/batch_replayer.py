@@ -30,6 +30,7 @@ from kmp.replay import (
     replay_batch,
 )
 from kmp.utils import user_messages
+from kmp.utils.float_formats import FLOAT16
 
 logger = logging.getLogger("kmp")
 
@@ -274,10 +275,13 @@ class BatchReplayer:
             part = failing_part(passes, parts, failed, loss_scale, captured.batch_size)
             passes = replace(passes, data=part)
             self._replayed = CapturedBatch(part, *captured[1:])
+        rule = self._capture.optimizer.rule
         context = StepContext(
             snapshot.step,
             loss_scale,
-            initial_scale=self._capture.optimizer.rule.initial_scale,
+            initial_scale=rule.initial_scale,
+            # Where a minimum or a fixed scale is too large, that is to change, and no layer.
+            min_scale=min(rule.min_scale, FLOAT16.smallest_normal),
             batch_size=captured.batch_size,
             failed=failed,
             largest_norms=self._largest_norms,

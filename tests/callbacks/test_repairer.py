@@ -196,6 +196,20 @@ def test_scale_that_overflows_of_a_layer_have_lowered_returns_after_its_repair()
     assert snapshot.loss_scale == 2.0
 
 
+def test_training_that_suits_a_loss_scale_below_1_is_not_repaired():
+    with kmp.enable(initial_scale=2.0**8):
+        to_units = layers.Lambda(lambda x: x * 30, dtype="float32", name="to_units")
+        parts = layers.Dense(4, name="before"), layers.Dense(1, name="raw"), to_units
+        model = sequential(*parts, optimizer=keras.optimizers.SGD(1e-9), run_eagerly=True)
+    callbacks = defaults()
+    x, y = np.ones((160, 4)), np.full((160, 1), 1e5)
+    model.fit(x, y, batch_size=8, verbose=0, callbacks=callbacks)
+    snapshot, run = model.optimizer.snapshot(), callbacks[0].run
+    assert snapshot.loss_scale < 1.0
+    assert any(not replay.is_finite for _, replay in run.replays)
+    assert run.last("fallback") is None
+
+
 def test_layers_that_are_sound_only_below_a_fixed_loss_scale_keep_their_dtype():
     with kmp.enable(loss_scale=2.0**60):
         parts = Cube(name="cube"), layers.BatchNormalization(name="norm"), layers.Dense(1)
