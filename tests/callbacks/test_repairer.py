@@ -331,6 +331,29 @@ def test_model_that_computes_outside_its_layers_is_repaired_if_loss_or_thrice_gr
         assert {layer.compute_dtype for layer in sublayers(model)} == {"float32"}
 
 
+def test_comparisons_that_may_prove_a_cure_do_not_wait_for_the_next_record():
+    class Weighted(keras.layers.Layer):
+        """Adds a loss whose weight is 0 in float16."""
+
+        def call(self, inputs):
+            x, other = inputs
+            self.add_loss(1e-8 * ops.mean(ops.square(other)))
+            return x
+
+    with kmp.enable():
+        inputs = keras.Input((4,))
+        other = layers.Dense(4, name="other")(inputs)
+        x = Weighted(name="weighted")([layers.Dense(4, name="main")(inputs), other])
+        model = keras.Model(inputs, layers.Dense(1, dtype="float32", name="head")(x))
+        model.compile(keras.optimizers.SGD(1e-3), "mse", loss_weights=[1e-4])
+    callbacks = defaults()  # which records the first and the last of the 64 steps
+    x = np.tile(INPUTS, (8, 1))
+    with pytest.warns(UserWarning, match="at step 33 kmp set 'weighted'"):
+        model.fit(x, x[:, :1], batch_size=8, verbose=0, callbacks=callbacks)
+    compared = [step for step, replay in callbacks[0].run.replays if is_harmful(replay)]
+    assert compared == [1, 17, 33]
+
+
 def test_model_nested_in_a_subclassed_one_is_repaired_once():
     class Outer(keras.Model):
         def __init__(self, cube, norm, head):
