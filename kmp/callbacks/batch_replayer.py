@@ -2,6 +2,7 @@
 
 import functools
 import logging
+import math
 import time
 from collections.abc import Mapping
 from dataclasses import replace
@@ -31,6 +32,7 @@ from kmp.replay import (
     replay_batch,
 )
 from kmp.utils import user_messages
+from kmp.utils.float_formats import FLOAT16
 
 logger = logging.getLogger("kmp")
 
@@ -42,6 +44,9 @@ _MOST_STUCK_REPLAYS = 3  # of one training
 # At these multiples of the last step that was compared.
 _COMPARED_AGAIN = 4
 _COMPARED_AT_END = 1.5  # of a training that continues another one
+# After a harmful comparison, until there are enough for a proof: in multiples of the last step, and
+# at least so many steps later.
+_COMPARED_SOON, _SOONEST = 1.25, 16
 
 
 class BatchReplayer:
@@ -49,7 +54,8 @@ class BatchReplayer:
 
     At the first one, in the middle and at the end, and when many gradients are zero or steps are
     skipped. Each time the steps are four times as many, if that takes a small share of the time of
-    the training or the precisions have differed. Captures the batch of the first step, of
+    the training or the precisions have differed; sooner where layers cure a difference, so that a
+    repair comes while there is still something to train. Captures the batch of the first step, of
     the step after a replay, and of each skipped step. After a replay that failed, `ReplayAttempts`
     decides what to replay next; without anything left, it warns once.
 
@@ -114,6 +120,7 @@ class BatchReplayer:
         self._largest_norms: dict[str, float] = {}  # of the gradients of each layer, in float32
         self._time = ReplayTime()
         self._has_differed = False  # in a comparison
+        self._curable_in_a_row = 0  # the last comparisons that layers in float32 would cure
 
     def end(self) -> None:
         """Frees the captured batch."""
@@ -188,10 +195,24 @@ class BatchReplayer:
         with self._time.of_comparisons.measured():
             found = self._replay(captured, variables, snapshot, snapshot.loss_scale, None)
         replay = found.get("replay")
-        self._has_differed |= replay is not None and soundness.is_harmful(replay)
+        if replay is not None:
+            is_harmful = soundness.is_harmful(replay)
+            self._has_differed |= is_harmful
+            is_curable = is_harmful and bool(replay.float32_layers)
+            self._curable_in_a_row = self._curable_in_a_row + 1 if is_curable else 0
         if not self._attempts.last_reason:
             self._last_step = snapshot.step
         return found
+
+    @property
+    def next_proof(self) -> float:
+        """The step at which to compare again, because one more comparison may prove a cure.
+
+        Inf if the last comparisons show nothing to prove, or are enough.
+        """
+        if not 0 < self._curable_in_a_row < thresholds.AGREEING_COMPARISONS:
+            return math.inf
+        return max(_COMPARED_SOON * self._last_step, self._last_step + _SOONEST)
 
     def replay_stuck(self, snapshot: Snapshot, variables: Mapping[str, Any]) -> Row | None:
         """Replays the last captured batch of a training that is stuck, unless it was replayed.
@@ -276,10 +297,13 @@ class BatchReplayer:
             part = failing_part(passes, parts, failed, loss_scale, captured.batch_size)
             passes = replace(passes, data=part)
             self._replayed = CapturedBatch(part, *captured[1:])
+        rule = self._capture.optimizer.rule
         context = StepContext(
             snapshot.step,
             loss_scale,
-            initial_scale=self._capture.optimizer.rule.initial_scale,
+            initial_scale=rule.initial_scale,
+            # Where a minimum or a fixed scale is too large, that is to change, and no layer.
+            min_scale=min(rule.min_scale, FLOAT16.smallest_normal),
             batch_size=captured.batch_size,
             failed=failed,
             largest_norms=self._largest_norms,
@@ -350,7 +374,7 @@ class BatchReplayer:
         is_in_the_middle = self._last_step < self._middle <= snapshot.step
         if not self._last_step or (not self._continues and (is_last or is_in_the_middle)):
             return True
-        is_later = snapshot.step >= _COMPARED_AGAIN * self._last_step
+        is_later = snapshot.step >= min(_COMPARED_AGAIN * self._last_step, self.next_proof)
         is_at_end = is_last and snapshot.step >= _COMPARED_AT_END * self._last_step
         if (is_later or is_at_end) and self._time.allows_comparison(self._has_differed):
             return True

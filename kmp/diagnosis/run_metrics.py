@@ -133,11 +133,9 @@ class RunMetrics:
 
         Of layers that had not converged.
         """
-        errors = []
+        errors: list[float] = []
         for _, replay in self.comparisons:
-            for each in replay.gradient_errors:
-                if not soundness.has_converged(each):
-                    errors.append(each.error)
+            errors += [each.error for each in soundness.unconverged(replay.gradient_errors)]
         return max(errors, default=None)
 
     @property

@@ -1,5 +1,6 @@
 """Whether a compared pass is sound, and where a harmful error begins."""
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 
 from kmp.diagnosis import thresholds
@@ -15,14 +16,28 @@ from kmp.records.replay import (
 )
 
 
-def has_converged(error: GradientError) -> bool:
-    """Whether gradients are nothing beside those of earlier steps: errors do no harm then."""
-    return error.norm < thresholds.CONVERGED * error.largest_norm
+def unconverged(errors: Sequence[GradientError]) -> list[GradientError]:
+    """Returns the errors of layers whose gradients are not nothing beside those of earlier steps.
+
+    Errors of the others do no harm: the layer has learned what it can, or the whole training has,
+    this layer with it.
+    """
+    norm = math.hypot(*(each.norm for each in errors))
+    largest = math.hypot(*(each.largest_norm for each in errors))
+    have_all_converged = norm < thresholds.CONVERGED * largest
+    found = []
+    for each in errors:
+        limit = thresholds.CONVERGED
+        if have_all_converged:
+            limit = thresholds.CONVERGED_WITH_ALL
+        if each.norm >= limit * each.largest_norm:
+            found.append(each)
+    return found
 
 
 def is_harmful_gradient(error: GradientError) -> bool:
     """Whether the error is large, and above the sampling noise: as a whole, or the lost part."""
-    if has_converged(error) or error.error <= thresholds.HARMFUL_GRADIENT_ERROR:
+    if error.error <= thresholds.HARMFUL_GRADIENT_ERROR:
         return False
     noise = error.noise or 0.0
     lost = 1.0 - error.kept
@@ -44,7 +59,7 @@ def are_harmful(output_error: float, gradient_errors: Sequence[GradientError]) -
     """Whether errors of outputs and gradients are so large that float16 hurts the training."""
     if not gradient_errors:
         return output_error > thresholds.HARMFUL_OUTPUT_ERROR_ALONE
-    if any(map(is_harmful_gradient, gradient_errors)):
+    if any(map(is_harmful_gradient, unconverged(gradient_errors))):
         return True
     largest = max(error.error for error in gradient_errors)
     is_noticed = largest > thresholds.NOTICED_GRADIENT_ERROR
@@ -63,7 +78,7 @@ def lost_states(replay: Replay) -> list[StateError]:
 
 def harmful_gradients(replay: Replay) -> list[GradientError]:
     """Returns the errors of gradients of a replay that are harmful, the largest first."""
-    return list(filter(is_harmful_gradient, replay.gradient_errors))
+    return list(filter(is_harmful_gradient, unconverged(replay.gradient_errors)))
 
 
 def is_harmful(replay: Replay) -> bool:

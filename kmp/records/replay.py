@@ -239,7 +239,7 @@ class LayerError:
     """What the precision of the model changes in the outputs of a layer.
 
     Relative errors are L2 norms of the difference from float32, relative to how the outputs differ
-    between examples.
+    between examples; of integers, such as indices, the share of those that differ.
 
     Args:
         layer: Path of the layer.

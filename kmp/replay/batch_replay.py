@@ -34,6 +34,7 @@ from kmp.replay.kept_branch import (
     ScaleRange,
     branch_to_keep,
     flushed_share,
+    flushed_variables,
     gradients_in_16_bits,
 )
 from kmp.replay.layer_marks import LayerMarks
@@ -57,6 +58,7 @@ class StepContext:
         step: The number of the training step.
         loss_scale: The loss scale in use.
         initial_scale: The loss scale at which the training began.
+        min_scale: The lowest one that its rule can reach.
         batch_size: The number of examples in the training batch, if the passes have only some of
             them: the gradients of a mean over fewer examples are larger.
         failed: `"loss"` or `"gradients"`: what was not finite in the training step of the batch.
@@ -67,6 +69,7 @@ class StepContext:
     step: int
     loss_scale: float
     initial_scale: float = 2.0**thresholds.LOG2_DEFAULT_SCALE
+    min_scale: float = FLOAT16.smallest_normal
     batch_size: int | None = None
     failed: Failure | None = None
     largest_norms: Mapping[str, float] = field(default_factory=dict)
@@ -282,8 +285,7 @@ class _BatchReplay:
         self, found: Replay, own: PassResult, exact: PassResult
     ) -> LayerSearch:
         """Returns layers with which a pass is finite, at a loss scale that flushes no branch."""
-        usable = found.gradients.usable_scale or 1.0
-        scale = min(max(1.0, usable), self._context.loss_scale)
+        scale = self._scale_of_search(found, own, exact)
         branch = None
         highest = self._context.initial_scale
         if scale < highest:
@@ -309,6 +311,20 @@ class _BatchReplay:
         if branch is None:
             return search
         return replace(search, loss_scale=branch.loss_scale, branch=branch.layers)
+
+    def _scale_of_search(self, found: Replay, own: PassResult, exact: PassResult) -> float:
+        """Returns the loss scale at which layers have to make a pass finite.
+
+        The largest usable one that the rule can reach: where the pass is finite there as it is, no
+        layer has to change, unless that scale flushes gradients that a scale of 1 keeps.
+        """
+        usable = found.gradients.usable_scale or 1.0
+        scale = max(self._context.min_scale, usable)
+        if scale < 1.0:
+            at_1 = flushed_variables(exact, own.marks, 1.0)
+            flushed = flushed_variables(exact, own.marks, scale)
+            scale = 1.0 if flushed > at_1 else scale
+        return min(scale, self._context.loss_scale)
 
     def _find_operations(self, exact: PassResult) -> Overflow:
         """Returns where NaN and Inf begin, and the constants that float16 loses in those layers."""
