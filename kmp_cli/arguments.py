@@ -136,9 +136,10 @@ def _parser() -> argparse.ArgumentParser:
         help="batch size of resnet and bert (default: 64 and 32; 8 on a CPU)",
     )
 
-    for command, function in ((demo, "enable"), (audit, "convert")):
-        text = f"as in `kmp.{function}` (default: %(default)s)"
-        command.add_argument("--policy", default="mixed_float16", help=text)
+    text = "as in `kmp.enable` (default: %(default)s)"
+    demo.add_argument("--policy", default="mixed_float16", help=text)
+    text = "as in `kmp.convert` (default: mixed_bfloat16 for a model in it, else mixed_float16)"
+    audit.add_argument("--policy", help=text)
     for command, content in ((audit, "audit"), (bench, "results")):
         text = f"also write the {content} to a JSON file"
         command.add_argument("--json", type=_file_to_write(".json"), metavar="FILE", help=text)

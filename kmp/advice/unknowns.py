@@ -17,7 +17,7 @@ from kmp.utils.float_formats import DTYPES_16_BIT, FLOAT16
 def unknowns(run: RunMetrics) -> Iterator[str]:
     """Yields what the records of a run leave unknown, each as a sentence."""
     yield from _not_compared(run)
-    yield from _states_in_float16(run)
+    yield from _states_in_16_bits(run)
     yield from _overflows(run)
     yield from _samples(run)
     yield from _zeros(run)
@@ -103,17 +103,17 @@ def _why_not(run: RunMetrics) -> tuple[str, str]:
     return "", FLOAT32_TRAINING
 
 
-def _states_in_float16(run: RunMetrics) -> Iterator[str]:
+def _states_in_16_bits(run: RunMetrics) -> Iterator[str]:
     checks = [replay.batch for replay in run.replays]
-    check = max(checks, key=lambda each: each.float16_states, default=None)
-    if check and check.float16_states:
-        count, names = check.float16_states, list(dict.fromkeys(check.float16_state_names))
+    check = max(checks, key=lambda each: each.states_in_16_bits, default=None)
+    if check and check.states_in_16_bits:
+        count, names = check.states_in_16_bits, list(dict.fromkeys(check.names_of_states))
         lose = "loses" if count == 1 else "lose"
         named = f", of {first_few(names)}," if names else ""
         yield doubt(
-            f"what {counted(count, 'variable')} in float16{named} {lose} that the training step"
+            f"what {counted(count, 'variable')} in 16 bits{named} {lose} that the training step"
             " assigns beside the weights, such as a moving average",
-            "the same run with float32 in place of float16 there",
+            "the same run with float32 in place of 16 bits there",
         )
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import keras
 
-from kmp.backend.keras_internals import has_float8_gradients
+from kmp.backend.keras_internals import compute_dtypes, has_float8_gradients
 from kmp.callbacks.replay_time import ReplayTime
 from kmp.callbacks.training_records import Row
 from kmp.diagnosis import soundness, thresholds
@@ -31,8 +31,9 @@ from kmp.replay import (
     reason_of,
     replay_batch,
 )
+from kmp.scaling import NO_SCALE
 from kmp.utils import user_messages
-from kmp.utils.float_formats import FLOAT16
+from kmp.utils.float_formats import DTYPES_16_BIT, FLOAT16
 
 logger = logging.getLogger("kmp")
 
@@ -52,12 +53,13 @@ _COMPARED_SOON, _SOONEST = 1.25, 16
 class BatchReplayer:
     """Replays a batch at a few steps of a training.
 
-    At the first one, in the middle and at the end, and when many gradients are zero or steps are
-    skipped. Each time the steps are four times as many, if that takes a small share of the time of
-    the training or the precisions have differed; sooner where layers cure a difference, so that a
-    repair comes while there is still something to train. Captures the batch of the first step, of
-    the step after a replay, and of each skipped step. After a replay that failed, `ReplayAttempts`
-    decides what to replay next; without anything left, it warns once.
+    At the first one, in the middle and at the end, and when steps are skipped or, in float16, many
+    gradients are zero. Each time the steps are four times as many, if that takes a small share of
+    the time of the training or the precisions have differed; sooner where layers cure a difference,
+    so that a repair comes while there is still something to train. Of a model in float32, only
+    batches of skipped steps. Captures the batch of the first step, of the step after a replay, and
+    of each skipped step. After a replay that failed, `ReplayAttempts` decides what to replay next;
+    without anything left, it warns once.
 
     Args:
         model: A model with a guard and one replica. The capture is added to its training step.
@@ -146,8 +148,8 @@ class BatchReplayer:
             return found
         self._has_warned = True
         user_messages.warn(
-            f"kmp cannot replay a batch of {self._model.name!r} to find what float16 loses, and"
-            f" the training continues without replays: {reason}."
+            f"kmp cannot replay a batch of {self._model.name!r} to find what its precision loses,"
+            f" and the training continues without replays: {reason}."
         )
         return found or {"replay_error": reason}
 
@@ -174,7 +176,7 @@ class BatchReplayer:
         self, captured: CapturedBatch, variables: Mapping[str, Any], snapshot: Snapshot
     ) -> Row:
         """Replays the batch of a skipped step."""
-        self._zero_share = max(self._zero_share, _zero_share(snapshot))
+        self._zero_share = max(self._zero_share, self._zero_share_of(snapshot))
         has_failed_loss = snapshot.nonfinite_loss_count > self._seen.nonfinite_loss_count
         failed: Failure = "loss" if has_failed_loss else "gradients"
         with self._time.of_overflows.measured():
@@ -191,7 +193,7 @@ class BatchReplayer:
         if captured.was_skipped:  # no sample of the data
             self._request(snapshot)
             return None
-        self._zero_share = max(self._zero_share, _zero_share(snapshot))
+        self._zero_share = max(self._zero_share, self._zero_share_of(snapshot))
         with self._time.of_comparisons.measured():
             found = self._replay(captured, variables, snapshot, snapshot.loss_scale, None)
         replay = found.get("replay")
@@ -362,6 +364,8 @@ class BatchReplayer:
         is_new = count > 0 and overflows > 2 * (seen.overflow_count - first.overflow_count)
         is_often = snapshot.overflows_in_a_row >= _OVERFLOWS_IN_A_ROW or count >= _MANY_OVERFLOWS
         is_often |= snapshot.overflows_at_min_scale > seen.overflows_at_min_scale
+        # A scale of 1 has nothing to adapt, so that no overflow is expected.
+        is_often |= self._capture.optimizer.rule == NO_SCALE
         return is_new and is_often and self._attempts.runs_step
 
     def _is_comparison_due(self, snapshot: Snapshot, is_last: bool) -> bool:
@@ -371,6 +375,8 @@ class BatchReplayer:
         """
         if snapshot.overflows_in_a_row or snapshot.step == self._last_step:
             return False
+        if not self._has_computed_in_16_bits():
+            return False
         is_in_the_middle = self._last_step < self._middle <= snapshot.step
         if not self._last_step or (not self._continues and (is_last or is_in_the_middle)):
             return True
@@ -378,16 +384,25 @@ class BatchReplayer:
         is_at_end = is_last and snapshot.step >= _COMPARED_AT_END * self._last_step
         if (is_later or is_at_end) and self._time.allows_comparison(self._has_differed):
             return True
-        share = _zero_share(snapshot)
+        share = self._zero_share_of(snapshot)
         many = thresholds.MANY_ZEROS
         return share > many and share >= self._zero_share + many  # so it is at most nine times
 
+    def _has_computed_in_16_bits(self) -> bool:
+        """Whether a layer computes in 16 bits, or did before a repair."""
+        guard = guarded_step_of(self._model)
+        if guard is not None and guard.has_repaired_layers:
+            return True
+        return not compute_dtypes(self._model).isdisjoint(DTYPES_16_BIT)
 
-def _zero_share(snapshot: Snapshot) -> float:
-    """Returns the share of the sampled elements that are zero; 0 without a finite sample."""
-    if snapshot.sample is None:
-        return 0.0
-    histogram = snapshot.sample.histogram
-    if not histogram.total or not histogram.is_finite:
-        return 0.0
-    return histogram.zero_fraction
+    def _zero_share_of(self, snapshot: Snapshot) -> float:
+        """Returns the share of the sampled elements that are zero, and may not be in float32.
+
+        0 without a finite sample, and in the formats that have the range of float32.
+        """
+        if snapshot.sample is None or FLOAT16.name not in compute_dtypes(self._model):
+            return 0.0
+        histogram = snapshot.sample.histogram
+        if not histogram.total or not histogram.is_finite:
+            return 0.0
+        return histogram.zero_fraction

@@ -47,18 +47,18 @@ class Monitor(keras.callbacks.Callback):
 
     **Replays.** At most 32 examples of a batch of the training are passed eagerly, in the precision
     of the model and in float32: at the first step, in the middle and at the end, and when steps are
-    skipped or many gradients are zero; also each time the steps are four times as many, while all
-    comparisons take at most 0.7 seconds plus 1 % of the time of the training, or 8 seconds plus 2 %
+    skipped or, in float16, many gradients are zero; also each time the steps are four times as
+    many, while all comparisons take at most 0.7 seconds plus 1 % of the time of the training, or 8 seconds plus 2 %
     once one has shown that the precisions differ. A training that goes on in the next call of `fit`
     with the same callback is compared as one training. This measures what the precision changes in
     the outputs and gradients of each layer, and finds the operation that first returned NaN or Inf,
     and the layers that have to compute in float32; `kmp.advise` reports it. A replay takes at most
-    8 seconds, or 2 % of the time of the training; the search in a batch that float16 ruins takes at
+    8 seconds, or 2 % of the time of the training; the search in a batch that 16 bits ruin takes at
     most 4 seconds more, and a pass in bfloat16 2. Model and seeds stay unchanged; only a step with
     `run_eagerly=True` that draws from NumPy's or TensorFlow's generators draws other numbers after
     it. Not with several replicas.
 
-    **Repairs.** When steps are skipped in a row, or a comparison shows that float16 changes outputs
+    **Repairs.** When steps are skipped in a row, or a comparison shows that 16 bits change outputs
     and gradients, a replay searches the fewest layers that have to compute in float32, at most
     twelve; or a model of that size that computes outside of its layers. If it finds them, and the
     cause is not the data, the targets, the learning rate or the weights, the `dtype_policy` of
@@ -77,7 +77,8 @@ class Monitor(keras.callbacks.Callback):
     try. The model keeps the weights from before the skipped steps.
 
     **bfloat16 and float32** models are watched too. They have no loss scale to log: `loss_scale` is
-    1. Does nothing for one that is compiled without `kmp.LossScaleOptimizer`, as without
+    1. bfloat16 is compared and repaired as float16 is. Of a model in float32, only batches of
+    skipped steps are replayed, to find where NaN and Inf begin. Does nothing for one that is compiled without `kmp.LossScaleOptimizer`, as without
     `kmp.enable`; the logger `"kmp"` says so once per model. `model.compile(kmp.wrap("adam"))` wraps
     the optimizer of a model that exists already.
 
@@ -92,7 +93,7 @@ class Monitor(keras.callbacks.Callback):
             model's.
         variables: The variables to sample: a path as in `variable.path`, a pattern with `*` and `?`
             as in a shell, such as `"*/kernel"`, or a list of these. Defaults to all.
-        replay: Whether to replay batches to find what float16 loses.
+        replay: Whether to replay batches to find what 16 bits lose, and where NaN begins.
         repair: Whether to repair the training by layers in float32. Needs `replay`.
         on_stuck: What to do if the training is stuck: `"raise"` a `kmp.callbacks.StuckError`,
             `"warn"` once for each streak of skipped steps, or `"ignore"`.

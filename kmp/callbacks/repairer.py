@@ -1,4 +1,4 @@
-"""Lets a training go on in which float16 fails in a few layers."""
+"""Lets a training go on in which 16 bits fail in a few layers."""
 
 from collections.abc import Sequence
 
@@ -32,7 +32,7 @@ from kmp.utils import user_messages
 
 
 class Repairer:
-    """Sets layers to float32 in which float16 provably fails, and continues the training.
+    """Sets layers to float32 in which 16 bits provably fail, and continues the training.
 
     `kmp.diagnosis.cure_of` decides by the records. The repair replays the batch once more with
     these layers in float32. Only if that is sound, the step is traced again with them; otherwise
@@ -126,9 +126,9 @@ class Repairer:
         replay, snapshot = self._last_replay(), self._recorder.previous
         if self._has_said_why_not or replay is None or replay.search is None:
             return
-        is_of_float16 = not replay.is_finite and replay.is_finite_in_float32
+        is_of_16_bits = not replay.is_finite and replay.is_finite_in_float32
         is_lasting = snapshot.nonfinite_losses_in_a_row >= thresholds.STUCK_AFTER
-        if not (is_of_float16 and is_lasting) or replay.search.is_found:
+        if not (is_of_16_bits and is_lasting) or replay.search.is_found:
             return
         problems = advise(self._recorder.run).problems
         if not problems:

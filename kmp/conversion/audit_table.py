@@ -136,12 +136,12 @@ class Audit:
         is_converted = any(row.compute_dtype in DTYPES_16_BIT for row in computing)
         when = "" if is_converted else " after kmp.convert"
         text = f"{count} of {len(computing)} layers and operations are float32{when}."
-        overflowing = ", ".join(row.path for row in self.rows if row.overflows)
-        if overflowing:
+        nonfinite = ", ".join(row.path for row in self.rows if row.overflows)
+        if nonfinite:
             source = "kmp.to_float32(model)" if is_converted else "model"
             text += (
-                f" Overflows with this batch: {overflowing}. kmp.convert({source}, batch=...) keeps"
-                " them float32."
+                f" NaN or Inf with this batch: {nonfinite}. kmp.convert({source}, batch=...) avoids"
+                " this by more float32."
             )
         return text
 
@@ -198,7 +198,7 @@ def _measured_cells(row: Row) -> tuple[str, str]:
     if row.overflow_share:
         amax += f" ({row.overflow_share:.2%} overflow)"
     if row.overflows:
-        return amax, "overflows"
+        return amax, "NaN or Inf"
     return amax, "" if row.relative_error is None else f"{row.relative_error:.1e}"
 
 

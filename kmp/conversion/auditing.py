@@ -27,10 +27,17 @@ from kmp.conversion.op_rule import FOLLOWS_INPUTS
 from kmp.conversion.plan import Plan, make_plan
 from kmp.conversion.step_traffic import step_traffic
 from kmp.conversion.tensor_cores import unaligned_dimensions
-from kmp.utils.float_formats import DTYPES_16_BIT, FLOAT32, FORMATS_16_BIT, FloatFormat
+from kmp.utils.float_formats import (
+    BFLOAT16,
+    DTYPES_16_BIT,
+    FLOAT16,
+    FLOAT32,
+    FORMATS_16_BIT,
+    FloatFormat,
+)
 
 
-def audit(model: keras.Model, batch: Any = None, policy: str = "mixed_float16") -> Audit:
+def audit(model: keras.Model, batch: Any = None, policy: str | None = None) -> Audit:
     """Returns the dtypes of each layer and operation, and whether it needs float32 and why.
 
     Also whether Keras compiles the model with XLA, and why not if not. For a model that already
@@ -50,13 +57,14 @@ def audit(model: keras.Model, batch: Any = None, policy: str = "mixed_float16") 
         model: A built `keras.Model`, in float32 or mixed precision.
         batch: An input of the model, such as an array, without targets.
         policy: The policy of the candidate, as in `kmp.convert`. The categories and the reasons
-            are those for it.
+            are those for it. Defaults to that of a model that computes in bfloat16, and to
+            `"mixed_float16"` for others.
 
     Returns:
         An `Audit`, which displays as a table. `to_dict()` returns the data.
 
     Raises:
-        TypeError: If `model` is not a Keras model, or `policy` is not a string.
+        TypeError: If `model` is not a Keras model, or `policy` is not a string or `None`.
         ValueError: If `model` is not built, or `policy` is another string. With a batch: if it does
             not fit the model, the model is quantized, or `kmp.convert` raises an error for it.
 
@@ -67,7 +75,7 @@ def audit(model: keras.Model, batch: Any = None, policy: str = "mixed_float16") 
     {'p': 'exp, sum and division: float16 flushes small probabilities to zero'}
     """
     check_built(model)
-    policy = Plan(policy).policy
+    policy = Plan(_own_policy(model) if policy is None else policy).policy
     parts = parts_of(model, policy)
     plan = make_plan(model, parts, policy)
     quantized = is_quantized(model)
@@ -90,6 +98,13 @@ def audit(model: keras.Model, batch: Any = None, policy: str = "mixed_float16") 
         step_traffic(model) if is_converted and not quantized else None,
         jit_compilation(model),
     )
+
+
+def _own_policy(model: keras.Model) -> str:
+    """Returns the policy to audit a model for if none is asked for."""
+    dtypes = compute_dtypes(model)
+    is_bfloat16 = BFLOAT16.name in dtypes and FLOAT16.name not in dtypes
+    return f"mixed_{(BFLOAT16 if is_bfloat16 else FLOAT16).name}"
 
 
 def _with_statistics(

@@ -1,4 +1,4 @@
-"""Finds what has to stay float32 so that no output overflows with a batch."""
+"""Finds what has to stay float32 so that no output is NaN or Inf with a batch."""
 
 import logging
 from collections.abc import Mapping, Sequence
@@ -67,8 +67,8 @@ def _additions(
 ) -> dict[str, str]:
     """Returns by path what has to be float32 besides a plan, with the reasons.
 
-    All whose float32 outputs exceed the range of 16 bits, and what a search finds for overflows
-    inside of others.
+    All whose float32 outputs exceed the range of 16 bits, and what a search finds for NaN and Inf
+    that begin inside of others.
     """
     overflowed = _overflowed(result, exact)
     if not overflowed:
@@ -86,8 +86,11 @@ def _additions(
     ]
     reasons: dict[str, str] = {}
     for path in _chosen(passes, exact, choices, out_of_range):
-        verb = "overflowed" if path in sizes else "avoids an overflow"
         size = sizes.get(path, amax.get(path, 0.0))
+        if size > largest:
+            verb = "overflowed"
+        else:
+            verb = "was NaN or Inf" if path in sizes else "avoids NaN and Inf"
         reasons[path] = f"{verb} with the batch: amax {size:.3g} in float32"
     return reasons
 

@@ -7,7 +7,7 @@ from kmp.diagnosis import soundness, thresholds
 from kmp.diagnosis.cause import ComputeInFloat32, Edits, PrepareData, SetArguments
 from kmp.diagnosis.run_metrics import RunMetrics, name_of
 from kmp.records import Replay
-from kmp.utils.float_formats import DTYPES_16_BIT, FLOAT32
+from kmp.utils.float_formats import DTYPES_16_BIT, FLOAT16, FLOAT32
 
 IN_FLOAT32 = SetArguments("kmp.enable", {"policy": "'float32'"})
 
@@ -31,11 +31,18 @@ def normalized(array: str) -> PrepareData:
     return PrepareData(f"{array} = ({array} - {mean}) / ({deviation} + 1e-6)")
 
 
+def mixed_policy(dtype: str) -> SetArguments:
+    """Returns the change of a policy that keeps weights in 16 bits."""
+    # "bfloat16" is no policy of `kmp.enable`.
+    call = "kmp.enable" if dtype == FLOAT16.name else "keras.config.set_dtype_policy"
+    return SetArguments(call, {"policy": f"'mixed_{dtype}'"})
+
+
 def states_in_float32(run: RunMetrics, paths: Iterable[str]) -> Edits:
     """Returns the edits after which variables in 16 bits that a step assigns are in float32."""
     policy = run.settings.get("policy")
     if policy in DTYPES_16_BIT:
-        return (SetArguments("kmp.enable", {"policy": f"'mixed_{policy}'"}),)
+        return (mixed_policy(policy),)
     layers = dict.fromkeys(map(run.layer_of, paths))
     arguments = {"dtype": "'float32'"}
     return tuple(

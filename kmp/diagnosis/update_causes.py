@@ -323,7 +323,7 @@ def _with_float32_weights(
     """Returns the edits after which 16-bit variables are float32: all, or those of a layer."""
     name = number_format.name
     if not variables or run.settings.get("policy", name) == name:
-        return (SetArguments("kmp.enable", {"policy": f"'mixed_{name}'"}),)
+        return (edits.mixed_policy(name),)
     with_own_dtype = run.settings.get("own_dtype_variables", [])
     own = [path for path in variables if path in with_own_dtype]
     others = [path for path in variables if path not in with_own_dtype]
@@ -331,6 +331,10 @@ def _with_float32_weights(
     for path in own:
         change.append(SetArguments("self.add_weight", {"dtype": "'float32'"}, name_of(path)))
     for layer in dict.fromkeys(map(run.layer_of, others)):
-        call = f"keras.layers.{run.layers.get(layer, '')}"
-        change.append(SetArguments(call, {"dtype": f"'mixed_{name}'"}, name_of(layer)))
+        class_name = run.layers.get(layer, "")
+        # What an embedding returns are its weights, and 8 bits would round these again.
+        is_rounded_again = class_name == "Embedding" and number_format is BFLOAT16
+        dtype = FLOAT32.name if is_rounded_again else f"mixed_{name}"
+        arguments = {"dtype": repr(dtype)}
+        change.append(SetArguments(f"keras.layers.{class_name}", arguments, name_of(layer)))
     return tuple(change)

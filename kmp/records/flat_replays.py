@@ -6,13 +6,13 @@ from typing import Any
 MARK = b'"is_part_finite":'  # in each such object, and in no other
 
 # The keys of the values in the parts of a `Replay`, by their names there.
-_BATCH = (
-    "invalid_targets",
-    "has_sample_weight",
-    "nonfinite_variables",
-    "lost_weights",
-    "float16_states",
-)
+_BATCH = {
+    "invalid_targets": "invalid_targets",
+    "has_sample_weight": "has_sample_weight",
+    "nonfinite_variables": "nonfinite_variables",
+    "lost_weights": "lost_weights",
+    "float16_states": "states_in_16_bits",
+}
 _GRADIENTS = {
     "usable_scale": "usable_scale",
     "activation_gradients": "of_activations",
@@ -37,7 +37,7 @@ _UNSCALED = {"unscaled_layers": "layers", "is_unscaled": "are_all", "unscaled_by
 
 def nested(flat: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the decoded JSON of a `Replay` for that of a flat one."""
-    batch = {key: flat[key] for key in _BATCH if key in flat}
+    batch = _renamed(flat, _BATCH)
     if flat.get("nonfinite_part") is not None:
         batch["nonfinite"] = {
             "part": flat["nonfinite_part"],

@@ -96,7 +96,8 @@ class BatchCheck:
     """The batch and the weights before any pass.
 
     Args:
-        nonfinite: The first part of the batch with NaN, Inf or inputs beyond float16's maximum.
+        nonfinite: The first part of the batch with NaN, Inf or, for a model that computes in
+            float16, inputs beyond its maximum.
         invalid_targets: The targets of the first output for which a target is not the index of a
             class and the loss is not finite, or that are beyond the range of a binary
             cross-entropy.
@@ -104,9 +105,9 @@ class BatchCheck:
         nonfinite_variables: The variables with NaN or Inf.
         lost_weights: The weights with values that are 0 or Inf in float16, of layers that compute
             in it.
-        float16_states: The number of float16 variables that the training step assigns beside the
-            weights, and that no pass compares.
-        float16_state_names: The names of those that the model has as attributes.
+        states_in_16_bits: The number of variables in 16 bits that the training step assigns beside
+            the weights, and that no pass compares.
+        names_of_states: The names of those that the model has as attributes.
         largest_input: The largest finite magnitude among the inputs that are floats.
         largest_input_key: The index of the tensor with it in inputs with several tensors, as
             Python source: `"['area']"`.
@@ -117,8 +118,8 @@ class BatchCheck:
     has_sample_weight: bool = False
     nonfinite_variables: Texts = field(default_factory=list)
     lost_weights: Annotated[list[LostWeight], MOST_VARIABLES] = field(default_factory=list)
-    float16_states: Count = 0
-    float16_state_names: Texts = field(default_factory=list)
+    states_in_16_bits: Count = 0
+    names_of_states: Texts = field(default_factory=list)
     largest_input: Magnitude = 0.0
     largest_input_key: Text = ""
 
@@ -130,7 +131,7 @@ class GradientRange:
     Args:
         usable_scale: The largest loss scale, a power of two, at which no gradient in 16 bits comes
             near float16's maximum; `None` if these gradients are not finite in float32 or all
-            zero, or if there are none.
+            zero, or if there are none, or if no layer computes in float16.
         of_activations: The largest magnitude of the gradient of each layer's outputs in float32,
             without the loss scale, by layer path, in the order of the backward pass. Those that
             are not finite are omitted.

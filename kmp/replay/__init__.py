@@ -1,4 +1,4 @@
-"""Replays a batch that the training saw, to find what float16 loses."""
+"""Replays a batch that the training saw, to find what 16 bits lose."""
 
 from kmp.replay.batch_capture import MOST_EXAMPLES, BatchCapture, CapturedBatch, is_ragged
 from kmp.replay.batch_replay import Failure, StepContext, failing_part, replay_batch

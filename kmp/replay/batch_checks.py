@@ -11,7 +11,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from kmp.backend.keras_internals import sublayers
+from kmp.backend.keras_internals import compute_dtypes, sublayers
 from kmp.backend.state_rollback import ResourceVariable, state_restored
 from kmp.backend.tensorflow_internals import equal_random_numbers
 from kmp.diagnosis import thresholds
@@ -28,28 +28,31 @@ _SPARSE = keras.losses.SparseCategoricalCrossentropy, keras.losses.sparse_catego
 
 def check_batch(passes: Passes) -> BatchCheck:
     """Returns what is wrong with inputs and weights, before any training step."""
-    batch, float16_states = passes.batch, _float16_states(passes)
+    batch, states = passes.batch, _states_in_16_bits(passes)
     largest_input, key = _largest_input(batch[0])
+    has_float16 = FLOAT16.name in compute_dtypes(passes.model)
     return BatchCheck(
-        nonfinite=nonfinite_part(batch),
+        nonfinite=_nonfinite_part(batch, (FLOAT16 if has_float16 else FLOAT32).max),
         has_sample_weight=len(batch) > 2 and batch[2] is not None,
         nonfinite_variables=_nonfinite_variables(passes.variables)[:_MOST_NAMED],
         lost_weights=lost_weights(passes.model),
-        float16_states=len(float16_states),
-        float16_state_names=[name for name in float16_states if name][:_MOST_NAMED],
+        states_in_16_bits=len(states),
+        names_of_states=[name for name in states if name][:_MOST_NAMED],
         largest_input=largest_input,
         largest_input_key=key,
     )
 
 
-def _float16_states(passes: Passes) -> list[str]:
-    """Returns the names of float16 variables that a step assigns and no pass compares.
+def _states_in_16_bits(passes: Passes) -> list[str]:
+    """Returns the names of variables in 16 bits that a step assigns and no pass compares.
 
     Those of a variable that is no attribute of the model are empty.
     """
     model = passes.model
     assigned = [
-        id(each.handle) for each in passes.restored if each.is_assigned and each.dtype == tf.float16
+        id(each.handle)
+        for each in passes.restored
+        if each.is_assigned and each.dtype.name in DTYPES_16_BIT
     ]
     if not assigned:
         return []
@@ -74,10 +77,10 @@ def _nonfinite_variables(variables: Mapping[str, Any]) -> list[str]:
     return [path for path, each in variables.items() if not np.isfinite(each).all()]
 
 
-def nonfinite_part(batch: Sequence[Any]) -> NonfinitePart | None:
-    """Returns the part of a batch with NaN or Inf, or with inputs that overflow float16."""
+def _nonfinite_part(batch: Sequence[Any], largest_input: float) -> NonfinitePart | None:
+    """Returns the part of a batch with NaN or Inf, or with inputs beyond the largest one."""
     for name, part in zip(BATCH_PARTS, batch, strict=False):
-        largest = FLOAT16.max if name == BATCH_X else FLOAT32.max
+        largest = largest_input if name == BATCH_X else FLOAT32.max
         for key, tensors in _by_key(part):
             for values in map(np.asarray, keras.tree.flatten(tensors)):
                 if _is_float(values) and not (np.abs(values) <= largest).all():

@@ -1,6 +1,6 @@
 """Replays one training batch in the precision of the model and in float32.
 
-To find what float16 loses: `replay_batch` is read from top to bottom.
+To find what 16 bits lose: `replay_batch` is read from top to bottom.
 """
 
 import contextlib
@@ -15,6 +15,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from kmp.backend.keras_internals import compute_dtypes
 from kmp.diagnosis import soundness, thresholds
 from kmp.records import GradientSample, Replay
 from kmp.records.gradient_sample import layer_of
@@ -41,13 +42,13 @@ from kmp.replay.layer_marks import LayerMarks
 from kmp.replay.layer_search import DTYPE_ERRORS, computing_choices, find_float32_layers
 from kmp.replay.loss_scaling import unscaled_gradients
 from kmp.replay.precision_loss import Reference, gradient_errors, layer_errors, state_errors
-from kmp.utils.float_formats import FLOAT16, FLOAT32
+from kmp.utils.float_formats import DTYPES_16_BIT, FLOAT16, FLOAT32
 
 Failure = Literal["loss", "gradients"]
 
 _MOST_NAMED = 100
 _BFLOAT16_SECONDS = 2.0  # more, for a pass in bfloat16 after a search that has found nothing
-_SEARCH_SECONDS = 4.0  # more, for the search in a batch that float16 ruins
+_SEARCH_SECONDS = 4.0  # more, for the search in a batch that 16 bits ruin
 
 
 @dataclass(frozen=True)
@@ -80,7 +81,7 @@ def replay_batch(passes: Passes, context: StepContext) -> tuple[Replay, Gradient
 
     Args:
         passes: The passes over the batch. The first ones in each precision have to end before their
-            deadline. If these show that float16 ruins the batch, the search for operations and
+            deadline. If these show that 16 bits ruin the batch, the search for operations and
             layers may take 4 seconds more.
         context: The training step of the batch. If that failed and the replay of some examples is
             finite, they are replayed again as a batch of the original size: a sum over the batch
@@ -165,6 +166,9 @@ class _BatchReplay:
         self._passes = replace(passes, factor=context.loss_scale * self._share)
         later = passes.deadline + _SEARCH_SECONDS
         self._searching = replace(self._passes, deadline=later)
+        dtypes = compute_dtypes(passes.model)
+        self._has_float16 = FLOAT16.name in dtypes
+        self._has_16_bits = not dtypes.isdisjoint(DTYPES_16_BIT)
 
     def run(self) -> tuple[Replay, GradientSample | None]:
         """Returns the results of `replay_batch`."""
@@ -175,7 +179,7 @@ class _BatchReplay:
         if passes.step.is_of_keras:
             targets = invalid_binary_targets(passes.model, passes.batch)
             batch = replace(batch, invalid_targets=targets)
-        own = passes.in_own_precision(reference=exact)
+        own = self._in_own_precision(exact)
         gradients = self._gradient_range(own, exact)
         found = Replay(
             examples=passes.examples,
@@ -193,9 +197,17 @@ class _BatchReplay:
         sample = exact.sample(self._context.step) if passes.step.run else None
         if not own.is_finite:
             return self._with_overflow(found, own, exact), sample
-        if exact.is_finite and not (own.is_random or exact.is_random):
+        is_comparable = exact.is_finite and not (own.is_random or exact.is_random)
+        # A skipped step of a model in float32 says nothing about 16 bits.
+        if is_comparable and (self._has_16_bits or not self._context.failed):
             return self._with_comparison(found, own, exact), sample
         return found, sample
+
+    def _in_own_precision(self, exact: PassResult) -> PassResult:
+        """Returns the pass in the precision of the model, which may be that in float32."""
+        if self._has_16_bits or self._context.loss_scale != 1.0:
+            return self._passes.in_own_precision(reference=exact)
+        return exact
 
     def _in_float32(self, batch: BatchCheck) -> tuple[PassResult | None, BatchCheck]:
         """Returns the pass in float32, and the batch with its invalid targets.
@@ -250,12 +262,12 @@ class _BatchReplay:
                 flushed[path] = share
             if gradient is None or not as_array(gradient).any():
                 zero.append(path)
-        usable = _usable_scale(exact, own.marks, self._share)
+        usable = _usable_scale(exact, own.marks, self._share) if self._has_float16 else None
         return GradientRange(usable, of_activations, flushed, zero)
 
     def _unscaled_in_custom_step(self, exact: PassResult) -> UnscaledGradients | None:
         is_comparable = exact.is_finite and not exact.is_random
-        if self._passes.step.is_custom and is_comparable:
+        if self._passes.step.is_custom and is_comparable and self._has_float16:
             return unscaled_gradients(self._passes, exact)
         return None
 
@@ -306,7 +318,7 @@ class _BatchReplay:
             factor=factor,
             new_errors=lambda: self._measured.new_errors,
         )
-        if not search.is_found:
+        if not search.is_found and self._has_float16:
             search = replace(search, is_sound_in_bfloat16=self._is_sound_in_bfloat16(exact, factor))
         if branch is None:
             return search
@@ -336,7 +348,8 @@ class _BatchReplay:
             return Overflow()
         operations = list(watched.nonfinite.found)
         layers = {found.layer for found in operations}
-        lost = in_float32.nonfinite.lost_constants
+        # bfloat16 has the range of float32.
+        lost = in_float32.nonfinite.lost_constants if self._has_float16 else {}
         return Overflow(
             operations,
             lost_constants={layer: lost[layer] for layer in lost if layer in layers},
@@ -374,8 +387,8 @@ class _BatchReplay:
         if not is_harmful:
             return found
 
-        # At the largest usable scale: if float16 only flushed gradients to zero, no layer has to
-        # change.
+        # In float16, at the largest usable scale: if it only flushed gradients to zero, no layer
+        # has to change.
         usable = (found.gradients.usable_scale or 0.0) * self._share
         lost = [layer_of(each.path) for each in soundness.harmful_states(states)]
         search, watched = find_float32_layers(
@@ -400,7 +413,7 @@ class _BatchReplay:
 
     def _with_unscaled(self, found: Replay, search: LayerSearch, exact: PassResult) -> Replay:
         """Adds the gradients that do not grow, where no layer explains a harmful error."""
-        if search.is_found or not self._passes.step.is_of_keras:
+        if search.is_found or not (self._passes.step.is_of_keras and self._has_float16):
             return found
         with contextlib.suppress(TimeoutError):
             return replace(found, unscaled=unscaled_gradients(self._searching, exact))

@@ -25,6 +25,7 @@ from kmp.gradients.gradient_sampler import paths_of
 from kmp.gradients.tensor_statistics import gradient_statistics
 from kmp.records import GradientSample
 from kmp.records.replay import LossyOperation
+from kmp.replay.arrays import array_of
 from kmp.replay.instruments import (
     OperationWatch,
     ReceivedGradients,
@@ -304,7 +305,7 @@ def _assigned_states(model: keras.Model, scope: keras.StatelessScope) -> dict[st
     for path, variable in float_states(model).items():
         value = scope.get_current_value(variable)
         if value is not None:
-            assigned[path] = np.asarray(value).astype(np.float64)
+            assigned[path] = array_of(value).astype(np.float64)
     return assigned
 
 
@@ -331,4 +332,4 @@ def as_array(gradient: Any, rows: np.ndarray | None = None, dtype: Any = np.floa
         rows = np.unique(indices) if rows is None else rows
         values = tf.cast(gradient.values, dtype)
         gradient = tf.math.unsorted_segment_sum(values, np.searchsorted(rows, indices), len(rows))
-    return np.asarray(gradient).astype(dtype, copy=False)
+    return array_of(gradient).astype(dtype, copy=False)

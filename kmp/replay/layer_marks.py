@@ -15,6 +15,7 @@ from kmp.backend.tensorflow_internals import RandomNumbers
 from kmp.backend.thread_overrides import own_method
 from kmp.backend.undo import Undos
 from kmp.records.replay import LOSS_FUNCTION
+from kmp.replay.arrays import array_of
 from kmp.replay.new_errors import LayerCall, NewErrors
 from kmp.replay.output_errors import (
     LARGEST_ERROR,
@@ -193,7 +194,7 @@ class LayerMarks:
         def identity(tensor: tf.Tensor) -> tuple[tf.Tensor, Callable[..., Any]]:
             return tf.identity(tensor), functools.partial(self._reached, path)
 
-        if not np.isfinite(np.asarray(output)).all():  # `numpy` would copy it
+        if not np.isfinite(array_of(output)).all():  # `numpy` would copy it
             self.nonfinite[path] = None
         if output.dtype.name in DTYPES_16_BIT:
             self.in_16_bits.add(path)
@@ -206,7 +207,7 @@ class LayerMarks:
         """Notes that the backward pass has reached a layer."""
         self.layer = path
         dense = tf.convert_to_tensor(gradient)  # the gradient of `tf.gather` has slices
-        values = np.asarray(dense).astype(np.float32, copy=False)
+        values = array_of(dense).astype(np.float32, copy=False)
         # Without an array of magnitudes. The maximum of an array and NaN is NaN.
         before = self.activation_gradients.get(path, 0.0)
         highest = np.max(values, initial=before)

@@ -10,6 +10,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from kmp.records.replay import NonfiniteOperation
+from kmp.replay.arrays import array_of
 from kmp.replay.layer_marks import LayerMarks
 from kmp.replay.output_errors import is_eager_float
 from kmp.utils.float_formats import FLOAT16, FLOAT32
@@ -239,12 +240,7 @@ def _largest(values: np.ndarray) -> float:
 def float_values(tensors: Sequence[Any]) -> list[FloatValues]:
     """Returns the float tensors among the inputs or outputs of an operation."""
     return [
-        FloatValues(tensor.dtype.name, _array_of(tensor))
+        FloatValues(tensor.dtype.name, array_of(tensor))
         for tensor in tensors
         if is_eager_float(tensor)
     ]
-
-
-def _array_of(tensor: Any) -> np.ndarray:
-    # Without a copy; but TensorFlow returns no array for a scalar of bfloat16.
-    return np.asarray(tensor if tensor.shape.rank else tensor.numpy())

@@ -7,6 +7,8 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from kmp.replay.arrays import array_of
+
 LARGEST_ERROR = 1e6  # also stands for NaN and Inf
 _MOST_VALUES = 2**16  # of an output
 
@@ -36,7 +38,7 @@ def samples_of(outputs: Any, *, all_values: bool = False) -> Outputs:
         is_float = is_eager_float(output)
         if not (is_float or _is_eager_integer(output)):
             continue
-        array = np.asarray(output)
+        array = array_of(output)
         rows = len(array) if array.ndim else 1
         flat = array.reshape(rows, math.prod(array.shape[1:]))
         stride = 1 if all_values else max(1, flat.size // _MOST_VALUES)

@@ -15,6 +15,7 @@ from kmp.backend.keras_internals import sublayers
 from kmp.diagnosis import thresholds
 from kmp.records.gradient_sample import layer_of
 from kmp.records.replay import GradientError, LayerError, LostWeight, StateError
+from kmp.replay.arrays import array_of
 from kmp.replay.eager_pass import PassResult, as_array, float_states
 from kmp.replay.layer_marks import LARGEST_ERROR, LayerMarks
 from kmp.utils.float_formats import FLOAT16
@@ -118,7 +119,7 @@ def state_errors(result: PassResult, reference: Reference) -> list[StateError] |
     """
     found: dict[str, StateError] = {}
     for path, variable in float_states(reference.model).items():
-        before = np.asarray(variable.value)
+        before = array_of(variable.value)
         error = _state_error(path, before, result, reference)
         if error is None:
             continue

@@ -614,7 +614,18 @@ def test_epsilon_of_zero_is_reported_for_weights_of_any_dtype(dtype):
             {"variable_dtypes": ["bfloat16"]},
             "weights are in bfloat16",
             "2^-9",
-            "kmp.enable(policy='mixed_bfloat16')",
+            "keras.config.set_dtype_policy(policy='mixed_bfloat16')",
+        ),
+        (
+            {
+                "variable_dtypes": ["bfloat16", "float32"],
+                "policy": "mixed_bfloat16",
+                "layers": {"net": "Embedding"},
+            },
+            "weights of 'net' are in bfloat16",
+            "2^-9",
+            # Its outputs are its weights, so that "mixed_bfloat16" would round these.
+            "keras.layers.Embedding(dtype='float32', name='net')",
         ),
         (
             {

@@ -75,7 +75,7 @@ LATER = row(50), row(100)
 FLUSHED = make_replay(32, 2.0**15, 1.0, 1.0, True, True, flushed={"net/kernel": 0.6})
 NOT_FINITE = make_replay(32, 2.0**15, None, 1.0, False, True)
 AGREES = make_replay(32, 2.0**15, 1.0, 1.0, True, True, output_error=0.001)
-SLOW = {"float16_state_names": ["agent.slow", "agent.slow"]}
+SLOW = {"names_of_states": ["agent.slow", "agent.slow"]}
 RANDOM = make_replay(32, 2.0**15, 1.0, 1.0, True, True)
 HARMFUL_GRADIENTS = [GradientError("net/dense", 0.6, 0.5, 1.0, 0.1)]
 KERNEL = {"first": -6, "counts": [100], "amax": 2.0**-6, "norm": 1.0}
@@ -155,15 +155,15 @@ OPEN = {
     ),
     "state in float16": (
         [compared(row(1), float16_states=3), row(50), compared(row(100))],
-        "what 3 variables in float16 lose that the training step assigns beside the weights",
+        "what 3 variables in 16 bits lose that the training step assigns beside the weights",
     ),
     "named states in float16": (
         [
             compared(row(1)),
             row(50),
-            row(100) | {"replay": replace(AGREES, batch=BatchCheck(float16_states=3, **SLOW))},
+            row(100) | {"replay": replace(AGREES, batch=BatchCheck(states_in_16_bits=3, **SLOW))},
         ],
-        "what 3 variables in float16, of agent.slow, lose that the training step assigns",
+        "what 3 variables in 16 bits, of agent.slow, lose that the training step assigns",
     ),
     "few samples": ([compared(row(1)), compared(row(100))], "the gradients of the whole run"),
     "early samples": (

@@ -234,18 +234,18 @@ def test_own_training_step_is_replayed_or_where_it_runs_eagerly_its_forward_pass
 
 
 class Averaged(OwnStep, keras.Sequential):
-    """Keeps averages of a weight in float16, one where Keras does not see it."""
+    """Keeps averages of a weight in 16 bits, one where Keras does not see it."""
 
-    def average(self):
+    def average(self, dtype):
         kernel = self.layers[0].kernel
-        self.hidden = [tf.Variable(tf.cast(kernel, "float16"), trainable=False)]
+        self.hidden = [tf.Variable(tf.cast(kernel, dtype), trainable=False)]
 
     def loss_of(self, x, y):
         return ops.mean(ops.square(ops.cast(self(x, training=True), "float32")))
 
     def train_step(self, data):
         result = super().train_step(data)
-        kernel = tf.cast(self.layers[0].kernel, "float16")
+        kernel = tf.cast(self.layers[0].kernel, self.hidden[0].dtype)
         self.hidden[0].assign(0.99 * self.hidden[0] + 0.01 * kernel)
         return result
 
@@ -264,15 +264,16 @@ def test_layers_in_float8_are_compared_in_their_forward_pass():
     assert "only the forward pass could be replayed" in str(kmp.advise(callbacks[0].run))
 
 
-def test_float16_variable_that_no_pass_compares_is_named(tmp_path):
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_variable_in_16_bits_that_no_pass_compares_is_named(dtype, tmp_path):
     model = Averaged([keras.Input((4,)), layers.Dense(1)], name="averaged")
-    model.average()
+    model.average(dtype)
     model.compile("sgd")
     train(model, defaults(tmp_path, every_n_steps=1), x=0.1)
     run = kmp.load_run(tmp_path)
     batch = run.replays[0][1].batch
-    assert (batch.float16_states, batch.float16_state_names) == (1, ["averaged.hidden"])
-    assert "what 1 variable in float16, of averaged.hidden, loses" in kmp.advise(run).verdict
+    assert (batch.states_in_16_bits, batch.names_of_states) == (1, ["averaged.hidden"])
+    assert "what 1 variable in 16 bits, of averaged.hidden, loses" in kmp.advise(run).verdict
 
 
 @pytest.mark.parametrize(

@@ -95,6 +95,19 @@ def test_batch_adds_overflow_underflow_and_relative_error():
     assert rows["huge"].relative_error is None
 
 
+def test_model_in_bfloat16_is_audited_for_bfloat16():
+    hidden = layers.Dense(8, name="hidden"), layers.Dense(8, "softmax", name="gate")
+    model = keras.Sequential([keras.Input((8,)), *hidden, layers.Dense(2)])
+    batch = np.full((2, 8), 1e-10, "float32")
+    found = kmp.audit(kmp.convert(model, "mixed_bfloat16"), batch)
+    rows = {row.path: row for row in found.rows}
+    assert found.plan.policy == "mixed_bfloat16"
+    assert "bfloat16 has 8 significant bits" in rows["gate"].reason
+    assert rows["hidden"].underflow_share == 0.0
+    assert 1e-4 < rows["hidden"].relative_error < 0.02
+    assert kmp.audit(model).plan.policy == "mixed_float16"
+
+
 def test_shares_are_of_all_elements_and_the_error_is_relative_to_the_norm():
     model = keras.Sequential([keras.Input((4,)), layers.PReLU(name="same"), layers.Dense(1)])
     batch = np.array([[1.0, 7e4, np.inf, 1e-8], [0.0, 65504.0, 6e-8, np.nan]], "float32")
@@ -126,8 +139,8 @@ def test_batch_compares_a_mixed_precision_model_with_its_float32_version():
     assert rows["wrapper"].relative_error is not None
     assert rows["wrapper"].amax == rows["wrapper/inside"].amax
     summary = " ".join(kmp.audit(mixed, batch).summary.split())
-    assert "3 of 4 layers and operations are float32. Overflows with this batch: large, " in summary
-    assert "kmp.convert(kmp.to_float32(model), batch=...) keeps them float32." in summary
+    assert "3 of 4 layers and operations are float32. NaN or Inf with this batch: large," in summary
+    assert "kmp.convert(kmp.to_float32(model), batch=...) avoids this by more float32." in summary
     repaired = kmp.convert(kmp.to_float32(mixed), batch=batch)
     assert repaired.get_layer("large").compute_dtype == "float32"
 

@@ -130,7 +130,7 @@ def test_layer_before_an_operation_that_overflows_in_custom_code_stays_float32(c
     converted = kmp.convert(model, batch=batch)
     assert float32_layers(converted) == {"first"}
     assert np.isfinite(outputs_of(converted, batch)).all()
-    assert "first stays float32: it avoids an overflow with the batch: amax 12" in caplog.text
+    assert "first stays float32: it avoids NaN and Inf with the batch: amax 12" in caplog.text
     assert "have NaN or Inf" not in caplog.text
 
 
@@ -149,3 +149,25 @@ def test_overflow_that_no_layer_avoids_is_logged_and_adds_no_layer(caplog):
     assert "With this batch the outputs of 'custom' have NaN or Inf in mixed_float16" in caplog.text
     assert "stays float32" not in caplog.text
     assert converted.compute_dtype == "float16"
+
+
+@keras.saving.register_keras_serializable(package="tests.overflow")
+class LogOfRest(layers.Layer):
+    """Takes the logarithm of 1 - p, where p is clipped to a number that is 1 in bfloat16."""
+
+    def call(self, x):
+        return ops.log(1.0 - ops.minimum(ops.sigmoid(20.0 * x), 1.0 - 1e-4))
+
+    def compute_output_shape(self, shape):
+        return shape
+
+
+def test_layer_that_rounding_in_bfloat16_makes_infinite_stays_float32(caplog):
+    hidden = layers.Dense(4, name="first", kernel_initializer="identity"), LogOfRest(name="rest")
+    model = keras.Sequential([keras.Input((4,)), *hidden, layers.Dense(2, name="last")])
+    batch = np.ones((2, 4), "float32")
+    assert float32_layers(kmp.convert(model, "mixed_bfloat16")) == {"last"}
+    converted = kmp.convert(model, "mixed_bfloat16", batch=batch)
+    assert float32_layers(converted) == {"rest", "last"}
+    assert "rest stays float32: it was NaN or Inf with the batch: amax 9.21" in caplog.text
+    np.testing.assert_allclose(outputs_of(converted, batch), outputs_of(model, batch), rtol=0.02)

@@ -31,6 +31,25 @@ class Outcome(NamedTuple):
     cured_score: float
 
 
+class Scores(NamedTuple):
+    """The scores of a program in Keras without kmp.
+
+    Attributes:
+        float32: In float32.
+        as_written: In the precision that the program sets.
+        cured: As written, with a change that cures it.
+    """
+
+    float32: float
+    as_written: float
+    cured: float
+
+    def __str__(self):
+        return (
+            f"float32 {self.float32:.3g}, as written {self.as_written:.3g}, cured {self.cured:.3g}"
+        )
+
+
 def outcome_of(name, folder):
     """Runs a program without the float32 fallback, and again with the change that is advised."""
     source = edited(source_of(name), [SetArguments("kmp.callbacks.defaults", {"repair": "False"})])
@@ -71,8 +90,33 @@ def run_program(name, folder, source=None):
             score = float(namespace[name](np.random.default_rng(0)))
     finally:
         kmp.disable()
+        keras.config.set_dtype_policy("float32")
         sys.modules.pop(name, None)
     return score, kmp.load_run(folder / "run") if (folder / "run").exists() else None
+
+
+def scores_in_keras(name, folder, cure):
+    """Runs a program without kmp: in float32, as it is written, and with edits that cure it.
+
+    Without edits, the program needs no cure.
+    """
+    source = _without_kmp(source_of(name))
+    in_float32, _ = run_program(name, folder / "float32", _in_float32(source))
+    as_written, _ = run_program(name, folder / "as_written", source)
+    cured = as_written
+    if cure:
+        cured, _ = run_program(name, folder / "cured", edited(source, cure))
+    return Scores(in_float32, as_written, cured)
+
+
+def _without_kmp(source):
+    changed, count = re.subn(r"kmp\.callbacks\.defaults\([^()]*\)", "[]", source)
+    assert count == 1
+    return changed.replace("kmp.enable(", "keras.config.set_dtype_policy(")
+
+
+def _in_float32(source):
+    return re.sub(r"""(["'])(mixed_)?bfloat16\1""", "'float32'", source)
 
 
 def edited(source, edits):
