@@ -112,6 +112,8 @@ class BatchReplayer:
         self._largest_norms: dict[str, float] = {}  # of the gradients of each layer, in float32
         self._time = ReplayTime()
         self._has_differed = False  # in a comparison
+        # With the other 16-bit format: whether to, in the next replay, and how often it was done.
+        self._compares_formats, self._format_comparisons = False, 0
 
     def end(self) -> None:
         """Frees the captured batch."""
@@ -157,6 +159,7 @@ class BatchReplayer:
         captured = self._capture.read()
         if captured is None:
             return None
+        self._compares_formats = self._is_format_due(snapshot, is_last)
         if has_overflowed:
             return self._replay_overflow(captured, variables, snapshot)
         return self._replay_healthy(captured, variables, snapshot)
@@ -281,6 +284,7 @@ class BatchReplayer:
             batch_size=captured.batch_size,
             failed=failed,
             largest_norms=self._largest_norms,
+            compares_formats=self._compares_formats,
         )
         try:
             found, reference = replay_batch(replace(passes, deadline=began + most), context)
@@ -289,6 +293,9 @@ class BatchReplayer:
                 f"{passes.examples} examples take longer than {most:.0f} s"
             ) from None
         check_record({"replay": found})
+        if self._compares_formats and found.is_finite_in_float32:
+            self._compares_formats = False
+            self._format_comparisons += 1
         took = time.monotonic() - began
         if self._time.is_long(took):
             self._take_fewer(took)
@@ -355,6 +362,17 @@ class BatchReplayer:
         share = _zero_share(snapshot)
         many = thresholds.MANY_ZEROS
         return share > many and share >= self._zero_share + many  # so it is at most nine times
+
+    def _is_format_due(self, snapshot: Snapshot, is_last: bool) -> bool:
+        """Whether a replay passes its batch in the other 16-bit format too.
+
+        In the first replay, and in one of the second half of the training; at its end if the number
+        of steps is not known.
+        """
+        if self._format_comparisons:
+            is_in_second_half = self._first.step < self._middle <= snapshot.step
+            return self._format_comparisons == 1 and (is_in_second_half or is_last)
+        return True
 
 
 def _zero_share(snapshot: Snapshot) -> float:

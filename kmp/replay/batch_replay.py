@@ -39,8 +39,9 @@ from kmp.replay.kept_branch import (
 from kmp.replay.layer_marks import LayerMarks
 from kmp.replay.layer_search import DTYPE_ERRORS, computing_choices, find_float32_layers
 from kmp.replay.loss_scaling import unscaled_gradients
+from kmp.replay.other_format import other_format
 from kmp.replay.precision_loss import Reference, gradient_errors, layer_errors, state_errors
-from kmp.utils.float_formats import FLOAT16, FLOAT32
+from kmp.utils.float_formats import BFLOAT16, FLOAT16, FLOAT32
 
 Failure = Literal["loss", "gradients"]
 
@@ -62,6 +63,7 @@ class StepContext:
         failed: `"loss"` or `"gradients"`: what was not finite in the training step of the batch.
         largest_norms: The largest norm of each layer's gradients in float32, in earlier comparisons
             of the training.
+        compares_formats: Whether to pass the batch in the other 16-bit format too.
     """
 
     step: int
@@ -70,6 +72,7 @@ class StepContext:
     batch_size: int | None = None
     failed: Failure | None = None
     largest_norms: Mapping[str, float] = field(default_factory=dict)
+    compares_formats: bool = False
 
 
 def replay_batch(passes: Passes, context: StepContext) -> tuple[Replay, GradientSample | None]:
@@ -189,10 +192,10 @@ class _BatchReplay:
         )
         sample = exact.sample(self._context.step) if passes.step.run else None
         if not own.is_finite:
-            return self._with_overflow(found, own, exact), sample
-        if exact.is_finite and not (own.is_random or exact.is_random):
-            return self._with_comparison(found, own, exact), sample
-        return found, sample
+            found = self._with_overflow(found, own, exact)
+        elif exact.is_finite and not (own.is_random or exact.is_random):
+            found = self._with_comparison(found, own, exact)
+        return self._with_other_format(found, own, exact), sample
 
     def _in_float32(self, batch: BatchCheck) -> tuple[PassResult | None, BatchCheck]:
         """Returns the pass in float32, and the batch with its invalid targets.
@@ -273,7 +276,7 @@ class _BatchReplay:
         """Whether the pass is sound in bfloat16; `None` if there is no time to try."""
         passes = replace(self._searching, deadline=time.monotonic() + _BFLOAT16_SECONDS)
         try:
-            result = passes.in_bfloat16(factor=factor, reference=exact)
+            result = passes.in_format(BFLOAT16.name, factor=factor, reference=exact)
             return _is_sound(result, self._reference(exact))
         except (TimeoutError, *DTYPE_ERRORS):
             return None
@@ -394,6 +397,15 @@ class _BatchReplay:
     def _measured(self) -> LayerMarks:
         """The marks of a pass in float32 in which each layer also runs in its own precision."""
         return self._searching.in_float32(measure=True).marks
+
+    def _with_other_format(self, found: Replay, own: PassResult, exact: PassResult) -> Replay:
+        """Adds what a pass in the other 16-bit format shows, if the step asks for it."""
+        if not self._context.compares_formats or not exact.is_finite:
+            return found
+        usable = _usable_scale(exact, own.marks, self._share)
+        return replace(
+            found, other_format=other_format(self._searching, exact, usable, self._share)
+        )
 
     def _reference(self, exact: PassResult) -> Reference:
         return Reference(
