@@ -403,9 +403,8 @@ class _BatchReplay:
         if not self._context.compares_formats or not exact.is_finite:
             return found
         usable = _usable_scale(exact, own.marks, self._share)
-        return replace(
-            found, other_format=other_format(self._searching, exact, usable, self._share)
-        )
+        other = other_format(self._passes, exact, usable, self._share)
+        return replace(found, other_format=other)
 
     def _reference(self, exact: PassResult) -> Reference:
         return Reference(

@@ -129,6 +129,19 @@ def test_forward_passes_alone_have_no_loss_scale_and_no_gradients():
     )
 
 
+def test_replay_that_is_not_finite_is_no_difference_from_float32():
+    # Its comparison is that of a compiled forward pass.
+    failed = replay(overflow(), compared(0.004, 0.01))
+    failed = dataclasses.replace(failed, comparison=compared(1e6, 0.0))
+    table = table_of(step_1=failed)
+    assert table.intro.startswith(
+        "In the batch of step 1, the outputs differ from float32 by at most 0.40 % in bfloat16, "
+    )
+    assert table.intro.endswith(
+        " float16 fails: in step 1, MatMul in layer 'last' returns Inf, beyond float16's maximum."
+    )
+
+
 def test_run_without_a_pass_in_another_format_has_no_table():
     without = dataclasses.replace(replay(compared(0.1, 0.1), compared(0.1, 0.1)), other_format=None)
     finite_compiled = dataclasses.replace(overflow(), is_finite_compiled=True)
