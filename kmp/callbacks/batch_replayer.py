@@ -123,6 +123,8 @@ class BatchReplayer:
         self._time = ReplayTime()
         self._has_differed = False  # in a comparison
         self._curable_in_a_row = 0  # the last comparisons that layers in float32 would cure
+        # With the other 16-bit format: whether to, in the next replay, and how often it was done.
+        self._compares_formats, self._format_comparisons = False, 0
 
     def end(self) -> None:
         """Frees the captured batch."""
@@ -168,6 +170,7 @@ class BatchReplayer:
         captured = self._capture.read()
         if captured is None:
             return None
+        self._compares_formats = self._is_format_due(snapshot, is_last)
         if has_overflowed:
             return self._replay_overflow(captured, variables, snapshot)
         return self._replay_healthy(captured, variables, snapshot)
@@ -309,6 +312,7 @@ class BatchReplayer:
             batch_size=captured.batch_size,
             failed=failed,
             largest_norms=self._largest_norms,
+            compares_formats=self._compares_formats,
         )
         try:
             found, reference = replay_batch(replace(passes, deadline=began + most), context)
@@ -317,6 +321,9 @@ class BatchReplayer:
                 f"{passes.examples} examples take longer than {most:.0f} s"
             ) from None
         check_record({"replay": found})
+        if self._compares_formats and found.is_finite_in_float32:
+            self._compares_formats = False
+            self._format_comparisons += 1
         took = time.monotonic() - began
         if self._time.is_long(took):
             self._take_fewer(took)
@@ -387,6 +394,17 @@ class BatchReplayer:
         share = self._zero_share_of(snapshot)
         many = thresholds.MANY_ZEROS
         return share > many and share >= self._zero_share + many  # so it is at most nine times
+
+    def _is_format_due(self, snapshot: Snapshot, is_last: bool) -> bool:
+        """Whether a replay passes its batch in the other 16-bit format too.
+
+        In the first replay, and in one of the second half of the training; at its end if the number
+        of steps is not known.
+        """
+        if self._format_comparisons:
+            is_in_second_half = self._first.step < self._middle <= snapshot.step
+            return self._format_comparisons == 1 and (is_in_second_half or is_last)
+        return True
 
     def _has_computed_in_16_bits(self) -> bool:
         """Whether a layer computes in 16 bits, or did before a repair."""

@@ -99,7 +99,8 @@ def enable(
             `"mixed_bfloat16"`, `"float32"`, or `"float16"` (float16 variables and computation); or
             a `keras.DTypePolicy` with such a name. `"auto"` chooses by the GPUs: `"mixed_bfloat16"`
             if all compute bfloat16 in hardware, else `"mixed_float16"` if all have Tensor Cores,
-            else `"float32"`; one logged line says which and why.
+            else `"float32"`; one logged line says which and why. What each format loses of a model,
+            `kmp.audit(model, batch)` shows before a training, and a report after it.
         jit_compile: Whether to compile the optimizer's step with XLA if the model is not compiled
             with XLA: `True`, `False` or `"auto"` (default, on a GPU), as in
             `kmp.LossScaleOptimizer`.

@@ -41,8 +41,9 @@ from kmp.replay.kept_branch import (
 from kmp.replay.layer_marks import LayerMarks
 from kmp.replay.layer_search import DTYPE_ERRORS, computing_choices, find_float32_layers
 from kmp.replay.loss_scaling import unscaled_gradients
+from kmp.replay.other_format import other_format
 from kmp.replay.precision_loss import Reference, gradient_errors, layer_errors, state_errors
-from kmp.utils.float_formats import DTYPES_16_BIT, FLOAT16, FLOAT32
+from kmp.utils.float_formats import BFLOAT16, DTYPES_16_BIT, FLOAT16, FLOAT32
 
 Failure = Literal["loss", "gradients"]
 
@@ -65,6 +66,7 @@ class StepContext:
         failed: `"loss"` or `"gradients"`: what was not finite in the training step of the batch.
         largest_norms: The largest norm of each layer's gradients in float32, in earlier comparisons
             of the training.
+        compares_formats: Whether to pass the batch in the other 16-bit format too.
     """
 
     step: int
@@ -74,6 +76,7 @@ class StepContext:
     batch_size: int | None = None
     failed: Failure | None = None
     largest_norms: Mapping[str, float] = field(default_factory=dict)
+    compares_formats: bool = False
 
 
 def replay_batch(passes: Passes, context: StepContext) -> tuple[Replay, GradientSample | None]:
@@ -196,12 +199,13 @@ class _BatchReplay:
         )
         sample = exact.sample(self._context.step) if passes.step.run else None
         if not own.is_finite:
-            return self._with_overflow(found, own, exact), sample
+            found = self._with_overflow(found, own, exact)
+            return self._with_other_format(found, own, exact), sample
         is_comparable = exact.is_finite and not (own.is_random or exact.is_random)
         # A skipped step of a model in float32 says nothing about 16 bits.
         if is_comparable and (self._has_16_bits or not self._context.failed):
-            return self._with_comparison(found, own, exact), sample
-        return found, sample
+            found = self._with_comparison(found, own, exact)
+        return self._with_other_format(found, own, exact), sample
 
     def _in_own_precision(self, exact: PassResult) -> PassResult:
         """Returns the pass in the precision of the model, which may be that in float32."""
@@ -288,7 +292,7 @@ class _BatchReplay:
         """Whether the pass is sound in bfloat16; `None` if there is no time to try."""
         passes = replace(self._searching, deadline=time.monotonic() + _BFLOAT16_SECONDS)
         try:
-            result = passes.in_bfloat16(factor=factor, reference=exact)
+            result = passes.in_format(BFLOAT16.name, factor=factor, reference=exact)
             return _is_sound(result, self._reference(exact))
         except (TimeoutError, *DTYPE_ERRORS):
             return None
@@ -423,6 +427,14 @@ class _BatchReplay:
     def _measured(self) -> LayerMarks:
         """The marks of a pass in float32 in which each layer also runs in its own precision."""
         return self._searching.in_float32(measure=True).marks
+
+    def _with_other_format(self, found: Replay, own: PassResult, exact: PassResult) -> Replay:
+        """Adds what a pass in the other 16-bit format shows, if the step asks for it."""
+        if not self._context.compares_formats or not exact.is_finite:
+            return found
+        usable = _usable_scale(exact, own.marks, self._share)
+        other = other_format(self._passes, exact, usable, self._share)
+        return replace(found, other_format=other)
 
     def _reference(self, exact: PassResult) -> Reference:
         return Reference(

@@ -35,7 +35,7 @@ from kmp.replay.instruments import (
 )
 from kmp.replay.layer_marks import LayerMarks
 from kmp.replay.nonfinite_operations import NonfiniteOperations
-from kmp.utils.float_formats import BFLOAT16, FLOAT32
+from kmp.utils.float_formats import FLOAT32
 
 
 class PassResult(NamedTuple):
@@ -197,15 +197,26 @@ class Passes:
             marks = LayerMarks(outputs, keeps_all_values=self.keeps_all_values)
             return self._run(marks, self.factor if factor is None else factor, watch)
 
-    def in_bfloat16(self, *, factor: float, reference: PassResult) -> PassResult:
-        """Runs a pass in which what computes in 16 bits computes in bfloat16.
+    def in_format(
+        self,
+        name: str,
+        *,
+        factor: float = 1.0,
+        watch: bool = False,
+        reference: PassResult | None = None,
+    ) -> PassResult:
+        """Runs a pass in which what computes in 16 bits computes in one of the two formats.
 
         Args:
+            name: `"float16"` or `"bfloat16"`.
             factor: What to multiply the loss by.
+            watch: As in `in_float32`.
             reference: As in `in_own_precision`.
         """
-        with computing_in(BFLOAT16.name, [self.model]):
-            return self._run(LayerMarks(reference.marks.outputs), factor, watch=False)
+        with computing_in(name, [self.model]):
+            outputs = None if reference is None else reference.marks.outputs
+            marks = LayerMarks(outputs, keeps_all_values=self.keeps_all_values)
+            return self._run(marks, factor, watch)
 
     def compiled_outputs(self) -> Any:
         """Returns the outputs in the precision of the model, compiled as the training step is.

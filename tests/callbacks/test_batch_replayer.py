@@ -10,6 +10,7 @@ from conftest import (
     compiled_model,
     fit,
     sequential,
+    small_data,
     tensorboard,
     values,
 )
@@ -120,11 +121,27 @@ def test_healthy_training_is_compared_at_a_few_steps_and_is_traced_once():
     fit(model, callbacks, batches=12, epochs=3)  # 36 steps, and 18 are the middle
     replays = callbacks[0].run.replays
     assert [step for step, _ in replays] == [1, 4, 16, 18, 36]
+    assert [step for step, found in replays if found.other_format] == [1, 18]
     assert all((found.comparison is not None) and not is_harmful(found) for _, found in replays)
     assert callbacks[0].run.last("fallback") is None
     traced = model.train_function
     fit(model, callbacks)
     assert model.train_function is traced
+
+
+@pytest.mark.filterwarnings("ignore:Your input ran out of data")
+def test_formats_are_compared_at_the_end_of_a_training_of_unknown_length(tmp_path):
+    with kmp.enable("mixed_bfloat16"):
+        model = sequential(layers.Dense(4), layers.Dense(1, dtype="float32"))
+    data = tf.data.Dataset.from_tensor_slices(small_data()).batch(8)
+    unknown = data.filter(lambda x, y: True)
+    callbacks = kmp.callbacks.defaults(tmp_path, every_n_steps=1)
+    model.fit(unknown, shuffle=False, verbose=0, callbacks=callbacks)
+    replays = kmp.load_run(tmp_path).replays
+    assert [step for step, _ in replays] == [1, 4, 16, 20]
+    compared = [found.other_format for _, found in replays]
+    assert [bool(found) for found in compared] == [True, False, False, True]
+    assert (compared[-1].format, compared[-1].is_finite) == ("float16", True)
 
 
 def cancelled(x):
