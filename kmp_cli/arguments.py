@@ -77,7 +77,7 @@ def _parser() -> argparse.ArgumentParser:
     )
 
     report = commands.add_parser(
-        "report", help="show the overflows and flushed gradients of a recorded run, or compare runs"
+        "report", help="show what is wrong with a recorded run in any precision, or compare runs"
     )
     report.add_argument(
         "runs",

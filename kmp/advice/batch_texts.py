@@ -1,7 +1,7 @@
 """Sentences about the data."""
 
 from kmp.advice.sentences import Text, text_of
-from kmp.advice.wording import capitalized, failed_steps
+from kmp.advice.wording import capitalized, failed_steps, largest_value
 from kmp.diagnosis import RunMetrics, name_of
 from kmp.diagnosis.batch_causes import (
     NonfiniteData,
@@ -9,13 +9,16 @@ from kmp.diagnosis.batch_causes import (
     TargetsOutOfRange,
     loss_that_ignores,
 )
+from kmp.utils.float_formats import FLOAT16
 
 
 @text_of.register
 def _(cause: NonfiniteData, run: RunMetrics) -> Text:
     values, note = "NaN or Inf", ""
-    if cause.is_too_large:
-        values = "values beyond float16's maximum of 65504"
+    if cause.largest:
+        values = f"values beyond {largest_value(run)}"
+        if run.format is not FLOAT16:
+            values = f"values beyond {cause.largest:g}, whose products overflow float32"
         how = "with its mean and standard deviation, in training and later"
         note = f"or normalize {cause.array}, {how}"
     return Text(

@@ -4,6 +4,7 @@ from kmp.advice import (  # they add their causes to `text_of`
     batch_texts,
     forward_texts,
     precision_texts,
+    range_texts,
     scale_texts,
     underflow_texts,
     update_texts,
@@ -23,6 +24,7 @@ __all__ = [
     "finding_of",
     "forward_texts",
     "precision_texts",
+    "range_texts",
     "scale_texts",
     "underflow_texts",
     "update_texts",
@@ -30,7 +32,11 @@ __all__ = [
 
 
 def advise(run: Run) -> Advice:
-    """Diagnoses how float16 affects a run, why, and what to change.
+    """Diagnoses what is wrong with a run, why, and what to change.
+
+    The number format of the run decides what that can be. float16 overflows, underflows and
+    rounds; bfloat16, with the range of float32 and fewer bits, only rounds. In float32, NaN, data,
+    targets, learning rate and layers without a gradient are diagnosed.
 
     Args:
         run: Records of `kmp.callbacks.defaults()`. Without gradient samples only overflows are

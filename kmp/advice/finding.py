@@ -17,7 +17,7 @@ class Finding:
             `"optimizer_state"`, `"exploding"`, `"constant"`, `"forward_overflow"`,
             `"forward_underflow"`, `"rounding"`, `"loss_overflow"`, `"loss"`,
             `"backward_overflow"` or `"scale_too_large"`. Of NaN or Inf that compiling hides:
-            `"uncompiled"`. Of what float16 loses: `"precision_loss"`, `"unscaled_loss"`,
+            `"uncompiled"`. Of what 16 bits lose: `"precision_loss"`, `"unscaled_loss"`,
             `"lost_updates"`, `"branch_underflow"`, `"scale_too_small"` or `"range"`. Of settings:
             `"growth_interval_too_small"`, `"hysteresis_too_large"` or `"initial_scale"`. Or
             `"float32_fallback"`, `"dead"`, `"unused"` or `"untrained"`.
@@ -71,7 +71,7 @@ class Advice(Sequence[Finding]):
 
     Args:
         findings: The findings.
-        verdict: The effect of float16 on this run, in a sentence.
+        verdict: The effect of the number format on this run, in a few sentences.
 
     Example:
     >>> print(Advice([], "float16 does not hurt this run."))

@@ -2,7 +2,7 @@
 
 from kmp.advice.missing_replays import how_to_find_layer
 from kmp.advice.sentences import Text, text_of
-from kmp.advice.wording import capitalized, failed_steps, replayed_with_change
+from kmp.advice.wording import capitalized, failed_steps, largest_value, replayed_with_change
 from kmp.diagnosis import RunMetrics
 from kmp.diagnosis.forward_causes import (
     LOGARITHMS,
@@ -15,6 +15,7 @@ from kmp.diagnosis.forward_causes import (
     is_cast_of_constant,
 )
 from kmp.records.replay import LOSS_FUNCTION
+from kmp.utils.float_formats import FLOAT32
 
 
 @text_of.register
@@ -28,30 +29,32 @@ def _(cause: NonfiniteForward, run: RunMetrics) -> Text:
         _title(cause, run),
         f"{failed_steps(run)}; replayed, {found.operation} in {run.describe(found.layer)} is the"
         f" first to return {found.value}, for {_operand(cause)}; in float32 {in_float32}",
-        replayed_with_change(replay, proof),
+        replayed_with_change(run, replay, proof),
     )
 
 
 def _title(cause: NonfiniteForward, run: RunMetrics) -> str:
-    found = cause.operation
+    found, name, largest = cause.operation, run.format.name, largest_value(run)
     where = run.describe(found.layer)
     if cause.is_division:
-        reason = "in float16 the divisor is 0"
+        reason = f"in {name} the divisor is 0"
         if cause.constant is not None:
-            reason = f"float16 rounds the constant {cause.constant:g} to 0"
+            reason = f"{name} rounds the constant {cause.constant:g} to 0"
         return f"{capitalized(where)} divides by 0: {reason}."
     if cause.name == "constant":
         constant = "A constant" if cause.constant is None else f"The constant {cause.constant:g}"
-        return f"{constant} in {where} is infinite in float16, whose maximum is 65504."
+        return (
+            f"{constant} in {where} is infinite in {name}, whose maximum is {run.format.max:.5g}."
+        )
     if cause.name == "rounding":
         function = "logarithm" if found.operation in LOGARITHMS else "root"
-        return f"{capitalized(where)} takes the {function} of a number that float16 makes negative."
+        return f"{capitalized(where)} takes the {function} of a number that {name} makes negative."
     if cause.name == "forward_underflow":
-        return f"{capitalized(where)} takes the logarithm of a number that is 0 in float16."
+        return f"{capitalized(where)} takes the logarithm of a number that is 0 in {name}."
     if cause.name == "forward_overflow":
-        return f"The output of {where} overflows float16's maximum of 65504."
+        return f"The output of {where} overflows {largest}."
     loss = "The loss" if found.layer == LOSS_FUNCTION else f"The loss that {where} adds"
-    return f"{loss} overflows float16's maximum of 65504."
+    return f"{loss} overflows {largest}."
 
 
 def _operand(cause: NonfiniteForward) -> str:
@@ -84,6 +87,12 @@ def _(cause: NonfiniteInFloat32, run: RunMetrics) -> Text:
     if found:
         first = f": {found.operation} in {run.describe(found.layer)}"
         first += f" is the first to return {found.value}"
+    if run.format is FLOAT32:
+        return Text(
+            f"The loss is NaN or Inf{first}.",
+            f"{failed_steps(run)}; replayed, it is not finite either",
+            "look at that operation, and at what the batch contains",
+        )
     return Text(
         "The loss is NaN or Inf in float32 too.",
         f"{failed_steps(run)}; replayed in float32 it is not finite either{first}",
@@ -117,8 +126,11 @@ def _(cause: UnexplainedLoss, run: RunMetrics) -> Text:
         pattern = f"among them the last {run.consecutive_overflows}"
     elif run.nonfinite_losses < run.steps / 2:
         pattern = "most losses are finite"
+    title = "The loss is NaN or Inf."
+    if run.has_loss_scale:
+        title = "The loss is NaN or Inf before scaling, so no loss scale helps."
     return Text(
-        "The loss is NaN or Inf before scaling, so no loss scale helps.",
+        title,
         f"{failed_steps(run)}; {pattern}",
         how_to_find_layer(run),
     )

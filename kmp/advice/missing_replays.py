@@ -3,8 +3,12 @@
 from typing import NamedTuple
 
 from kmp.diagnosis import RunMetrics
+from kmp.utils.float_formats import FLOAT32
 
 FLOAT32_TRAINING = "a training in float32 to compare with"
+_REPLAYS = (
+    "kmp.callbacks.defaults() replays such a batch, and names the first layer that is not finite"
+)
 _GUARD = "kmp.guard(optimizer, model) around the forward pass"
 
 
@@ -38,18 +42,26 @@ def missing_replays(run: RunMetrics) -> MissingReplays:
 
 def how_to_find_layer(run: RunMetrics) -> str:
     """Returns how to find the layer in which a NaN or Inf begins that no replay explains."""
-    in_float32 = "train in float32, to know whether float16 is the cause"
+    if run.format is FLOAT32:
+        return _how_in_float32(run)
+    in_float32 = f"train in float32, to know whether {run.format.name} is the cause"
     if run.replays:
         return f"no replay shows where: {in_float32}"
     missing = missing_replays(run)
     if not missing.reason:
-        return (
-            "kmp.callbacks.defaults() replays such a batch, and names the first layer that is not"
-            " finite"
-        )
+        return _REPLAYS
     if missing.remedy == FLOAT32_TRAINING:
         return f"no replay shows where, because {missing.reason}: {in_float32}"
     return (
         f"no replay shows where ({missing.reason}); {missing.remedy} names the first layer that is"
         " not finite"
+    )
+
+
+def _how_in_float32(run: RunMetrics) -> str:
+    if not run.replays and not missing_replays(run).reason:
+        return _REPLAYS
+    return (
+        "tf.debugging.enable_check_numerics(), called before the training, raises at the first"
+        " operation that returns NaN or Inf"
     )

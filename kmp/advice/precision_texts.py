@@ -1,4 +1,4 @@
-"""Sentences about what float16 changes in finite passes."""
+"""Sentences about what 16 bits change in finite passes."""
 
 from collections.abc import Sequence
 
@@ -67,16 +67,16 @@ def _named(cause: UnscaledLoss, run: RunMetrics) -> str:
 
 @text_of.register
 def _(cause: WrongOutputs, run: RunMetrics) -> Text:
-    replay, origin = cause.replay, cause.origin
+    replay, origin, name = cause.replay, cause.origin, run.format.name
     where = run.describe(cause.location)
     if origin is None:
         title = (
-            "The outputs of the model are not those of float32: float16 has too few bits for an"
+            f"The outputs of the model are not those of float32: {name} has too few bits for an"
             f" operation outside of its layers, after {where}."
         )
         detail = "; no layer adds to this"
     else:
-        reason, seen = _reason(replay, origin)
+        reason, seen = _reason(replay, origin, name)
         title = f"The outputs of {where} are not those of float32: {reason}."
         share = percent(origin.new_error or 0.0)
         detail = f"; in {where} alone, given float32 inputs, by {share}{seen}"
@@ -87,28 +87,30 @@ def _(cause: WrongOutputs, run: RunMetrics) -> Text:
         title,
         f"{of_a_batch(replay)} the outputs of the model differ from float32 by"
         f" {percent(replay.output_error or 0.0)} of how they vary{detail}",
-        replayed_with_change(replay, agree),
+        replayed_with_change(run, replay, agree),
     )
 
 
-_TOO_FEW_BITS = "float16 has too few bits for what it computes"
+def _too_few_bits(name: str) -> str:
+    return f"{name} has too few bits for what it computes"
+
 
 # Why the outputs of a layer differ, and what of the measurement shows it.
 _Reason = tuple[str, str]
 
 
-def _reason(replay: Replay, origin: LayerError) -> _Reason:
+def _reason(replay: Replay, origin: LayerError, name: str) -> _Reason:
     return (
-        _lossy_weight(replay, origin)
+        _lossy_weight(replay, origin, name)
         or _overflow_inside(replay, origin)
-        or _rounded_inputs(origin)
+        or _rounded_inputs(origin, name)
         or _lossy_operation(replay, origin)
-        or _underflow_inside(replay, origin)
-        or (_TOO_FEW_BITS, "; nothing in it is NaN or Inf")
+        or _underflow_inside(replay, origin, name)
+        or (_too_few_bits(name), "; nothing in it is NaN or Inf")
     )
 
 
-def _lossy_weight(replay: Replay, origin: LayerError) -> _Reason | None:
+def _lossy_weight(replay: Replay, origin: LayerError, name: str) -> _Reason | None:
     weights = soundness.lost_weights_of(replay, origin.layer)
     if not weights:
         return None
@@ -116,7 +118,7 @@ def _lossy_weight(replay: Replay, origin: LayerError) -> _Reason | None:
     share, value = max((worst.zero, "0"), (worst.infinite, "infinite"))
     if share <= thresholds.MANY_LOST_VALUES:
         return None
-    reason = f"its weight {name_of(worst.path)!r} is {value} in float16"
+    reason = f"its weight {name_of(worst.path)!r} is {value} in {name}"
     return reason, f"; that is {share:.0%} of {worst.path}"
 
 
@@ -129,12 +131,12 @@ def _overflow_inside(replay: Replay, origin: LayerError) -> _Reason | None:
     return None
 
 
-def _rounded_inputs(origin: LayerError) -> _Reason | None:
+def _rounded_inputs(origin: LayerError, name: str) -> _Reason | None:
     of_inputs = origin.input_error or 0.0
     if of_inputs <= thresholds.MAIN_PART * (origin.new_error or 0.0):
         return None
     shown = f"; in float32 on rounded inputs by {percent(of_inputs)}"
-    return "float16 rounds its inputs too much", shown
+    return f"{name} rounds its inputs too much", shown
 
 
 def _lossy_operation(replay: Replay, origin: LayerError) -> _Reason | None:
@@ -171,14 +173,14 @@ def _lossy(found: LossyOperation) -> str:
     return f"adds terms of about {found.typical:.2g} to {largest}, {kept}"
 
 
-def _underflow_inside(replay: Replay, origin: LayerError) -> _Reason | None:
+def _underflow_inside(replay: Replay, origin: LayerError, name: str) -> _Reason | None:
     underflows = replay.overflow.underflows if replay.overflow else {}
     inside = [share for layer, share in underflows.items() if _is_inside(layer, origin)]
     underflow = max(inside, default=0.0)
     if underflow <= thresholds.MAIN_PART:
         return None
     results = "what an operation in it, or a cast, returns"
-    return "it underflows", f"; float16 rounds {underflow:.0%} of {results} to 0"
+    return "it underflows", f"; {name} rounds {underflow:.0%} of {results} to 0"
 
 
 def _is_inside(layer: str, origin: LayerError) -> bool:
@@ -188,14 +190,14 @@ def _is_inside(layer: str, origin: LayerError) -> bool:
 @text_of.register
 def _(cause: StaleState, run: RunMetrics) -> Text:
     error = cause.error
-    note = replayed_with_change(cause.replay, "the updates for the batch agree")
+    note = replayed_with_change(run, cause.replay, "the updates for the batch agree")
     evidence = (
         f"{of_a_batch(cause.replay)} what a step adds to {error.path} differs from float32 by"
         f" {percent(error.error)}; {_noise_of_state(error)}"
     )
     return Text(
-        f"The state {name_of(error.path)!r} of {run.describe(cause.location)} stays behind: float16"
-        " has too few bits for its updates.",
+        f"The state {name_of(error.path)!r} of {run.describe(cause.location)} stays behind:"
+        f" {run.format.name} has too few bits for its updates.",
         evidence,
         f"{note}; or create the weight in float32, with autocast=False",
     )
@@ -243,7 +245,7 @@ def _(cause: WrongGradients, run: RunMetrics) -> Text:
     return Text(
         title,
         f"{evidence} by {percent(error.error)} of their norm, and keep {kept} of it{noise}",
-        replayed_with_change(replay, "the gradients for the batch agree"),
+        replayed_with_change(run, replay, "the gradients for the batch agree"),
     )
 
 
@@ -251,10 +253,10 @@ def _title_of_loss(cause: WrongGradients, run: RunMetrics) -> str:
     found = soundness.overflow_inside(cause.replay)
     if found is None:
         lossy = soundness.lossy_operation(cause.replay, LOSS_FUNCTION.__eq__)
-        reason = f"it {_lossy(lossy)}" if lossy else _TOO_FEW_BITS
+        reason = f"it {_lossy(lossy)}" if lossy else _too_few_bits(run.format.name)
         return f"The loss is not that of float32, though the outputs are: {reason}."
     added = "" if found.layer == LOSS_FUNCTION else f" that {run.describe(found.layer)} adds"
-    returned = f"{found.operation} in it returns {found.value} in float16"
+    returned = f"{found.operation} in it returns {found.value} in {run.format.name}"
     return f"The loss{added} is not that of float32: {returned}."
 
 

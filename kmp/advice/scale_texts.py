@@ -17,7 +17,7 @@ from kmp.diagnosis.scale_causes import (
     MinScaleTooLarge,
     NonfiniteGradients,
 )
-from kmp.utils.float_formats import as_power
+from kmp.utils.float_formats import FLOAT32, as_power
 
 
 @text_of.register
@@ -27,6 +27,12 @@ def _(cause: NonfiniteGradients, run: RunMetrics) -> Text:
     if found:
         where = f"backward pass of {run.describe(found.layer)}"
         operation = f": {found.operation} is the first to return {found.value}"
+    if run.format is FLOAT32:
+        return Text(
+            f"NaN or Inf in the {where}{operation}.",
+            f"{skipped_with_finite_loss(run)}; replayed, the gradients are not finite either",
+            "look at that operation; a root or a norm, say, has an infinite slope at 0",
+        )
     return Text(
         f"NaN or Inf in the {where}, in float32 too.",
         f"{skipped_with_finite_loss(run)}; replayed in float32, the gradients are not finite"
@@ -42,7 +48,7 @@ def _(cause: BackwardOverflow, run: RunMetrics) -> Text:
     search = cause.replay.search if cause.replay else None
     if cause.replay and search and search.branch:
         return Text(title, evidence, note_of_branch(search, cause.replay, run))
-    return Text(title, evidence, _note(cause))
+    return Text(title, evidence, _note(cause, run))
 
 
 def _title(cause: BackwardOverflow, run: RunMetrics) -> str:
@@ -93,7 +99,7 @@ def _evidence(cause: BackwardOverflow, run: RunMetrics) -> str:
     return "; ".join(parts)
 
 
-def _note(cause: BackwardOverflow) -> str:
+def _note(cause: BackwardOverflow, run: RunMetrics) -> str:
     if cause.is_of_own_loss:
         return (
             "no replay has this loss: cast the outputs of the model to float32 before the loss is"
@@ -111,7 +117,7 @@ def _note(cause: BackwardOverflow) -> str:
             "or a smaller loss: a mean in place of a sum, a smaller loss weight, or targets in"
             " other units"
         )
-    return replayed_with_change(cause.replay, "the gradients for the batch are finite")
+    return replayed_with_change(run, cause.replay, "the gradients for the batch are finite")
 
 
 @text_of.register

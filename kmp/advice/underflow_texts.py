@@ -4,7 +4,7 @@ import math
 
 from kmp.advice.branch_wording import CLOSER_TERMS, distance, names_of
 from kmp.advice.sentences import Text, text_of
-from kmp.advice.wording import first_few
+from kmp.advice.wording import counted, first_few
 from kmp.diagnosis import INFO, RunMetrics
 from kmp.diagnosis.underflow_causes import (
     DeadVariables,
@@ -14,8 +14,9 @@ from kmp.diagnosis.underflow_causes import (
     UnusedVariables,
     WideRange,
 )
-from kmp.utils.float_formats import as_power
+from kmp.utils.float_formats import FLOAT16, FLOAT32, as_power
 
+_NEVER_ACTIVE = "units that are never active, or weights whose effect on the loss cancels out"
 _NO_HEADROOM = "a larger loss scale would overflow, and no change was replayed: try"
 
 
@@ -84,18 +85,28 @@ def _subnormal(run: RunMetrics) -> str:
     return f"{share} are subnormal in float16 at the loss scale in use"
 
 
+def _no_underflow(run: RunMetrics) -> str:
+    """Returns the beginning of a note about zeros that float16 has not made."""
+    return "not underflow: " if run.format is FLOAT16 else ""
+
+
 @text_of.register
 def _(cause: DeadVariables, run: RunMetrics) -> Text:
     count = len(cause.variables)
     variables = f"{count} variables have gradients that are"
     if count == 1:
         variables = "1 variable has a gradient that is"
+    if run.format is FLOAT32:
+        return Text(
+            f"The gradient of {first_few(cause.variables)} is zero.",
+            f"{variables} all zero in {counted(cause.samples, 'sample')}",
+            _NEVER_ACTIVE,
+        )
     return Text(
         f"The gradient of {first_few(cause.variables)} is zero, in float32 too.",
         f"{variables} all zero in {cause.samples} samples, and for {cause.examples} examples in"
         " float32",
-        "not underflow: units that are never active, or weights whose effect on the loss cancels"
-        " out",
+        f"{_no_underflow(run)}{_NEVER_ACTIVE}",
     )
 
 
@@ -103,7 +114,7 @@ def _(cause: DeadVariables, run: RunMetrics) -> Text:
 def _(cause: UnusedVariables, run: RunMetrics) -> Text:
     variables = "this variable" if len(cause.variables) == 1 else "these variables"
     title = f"The loss does not depend on {first_few(cause.variables)}."
-    note = "not underflow: layers that are not used, or an output without a loss"
+    note = f"{_no_underflow(run)}layers that are not used, or an output without a loss"
     if run.settings.get("train_step") == "custom":  # which chooses what it passes on
         title = f"The optimizer gets no gradient of {first_few(cause.variables)}."
         note += ", or variables that the training step does not pass to `apply`"

@@ -20,7 +20,8 @@ def unknowns(run: RunMetrics) -> Iterator[str]:
     yield from _states_in_16_bits(run)
     yield from _overflows(run)
     yield from _samples(run)
-    yield from _zeros(run)
+    if run.format is FLOAT16:  # others have float32's range
+        yield from _zeros(run)
     yield from _updates(run)
 
 
@@ -124,7 +125,9 @@ def _overflows(run: RunMetrics) -> Iterator[str]:
         yield doubt("how many steps were skipped", remedy)
     are_later = run.overflows != run.startup_overflows[0]
     if are_later and run.overflows > thresholds.MANY_SKIPPED * run.steps:
-        remedy = "a longer run, because a dynamic scale settles after its first steps"
+        remedy = "a longer run"
+        if run.has_loss_scale:
+            remedy += ", because a dynamic scale settles after its first steps"
         yield doubt("why steps overflow", remedy)
 
 
@@ -176,9 +179,11 @@ def _updates(run: RunMetrics) -> Iterator[str]:
     """Yields what is not known of updates: that weights in 16 bits lose, or that are too large."""
     if run.update_ratio[1]:
         return
-    if not set(DTYPES_16_BIT).isdisjoint(run.settings.get("variable_dtypes", [])):
+    variables = run.settings.get("variable_dtypes", [])
+    in_16_bits = [dtype for dtype in variables if dtype in DTYPES_16_BIT]
+    if in_16_bits:
         remedy = "kmp.callbacks.defaults(), which measures updates"
-        yield doubt("whether updates change weights in float16", remedy)
+        yield doubt(f"whether updates change weights in {' and '.join(in_16_bits)}", remedy)
     if not math.isfinite(run.losses[-1]):
         remedy = "kmp.callbacks.defaults(), which records losses and updates"
         yield doubt("whether training diverges", remedy)

@@ -1,4 +1,4 @@
-"""The verdict of a diagnosis: the effect of float16 on a run, in a few sentences."""
+"""The verdict of a diagnosis: the effect of its number format on a run, in a few sentences."""
 
 from collections.abc import Sequence
 
@@ -6,29 +6,53 @@ from kmp.advice.finding import Finding
 from kmp.advice.unknowns import doubt, lost_norm, unknowns
 from kmp.advice.wording import counted, skipped
 from kmp.diagnosis import INFO, RunMetrics, soundness, thresholds
-from kmp.utils.float_formats import as_power
-
-_NOT_KNOWN = "It is not known whether float16 hurts this run."
+from kmp.utils.float_formats import FLOAT16, FLOAT32, as_power
 
 
 def verdict(run: RunMetrics, findings: Sequence[Finding]) -> str:
-    """Returns the effect of float16 on a run: the first finding if that is a problem."""
+    """Returns the effect of the format on a run: the first finding if that is a problem."""
     if not run.last_step:
         return "The run is empty: nothing was recorded."
     if findings and findings[0].severity != INFO:
         return findings[0].title
-    if not run.is_float16:
-        dtypes = f"The run computed in {run.dtypes}, where gradients need no loss scale."
-        return f"{skipped(run).capitalize()}. {dtypes}"
-    if run.curve is None or not run.finite_samples:
-        return f"{_NOT_KNOWN} {_unsampled(run)} Measured: {skipped(run)}."
+    if run.format is FLOAT32:
+        return _of_float32(run)
+    not_known = f"It is not known whether {run.format.name} hurts this run."
+    if not run.finite_samples:
+        return f"{not_known} {_unsampled(run)} Measured: {skipped(run)}."
     # No headline reassures beside something that was not measured.
     unknown = list(unknowns(run))
     if unknown:
         not_measured = " ".join(unknown)
-        return f"{_NOT_KNOWN} {not_measured} Measured: {_measured(run)}"
-    norm = _norm_of_small(run)
-    return f"float16 does not hurt this run: {_measured(run, norm)}"
+        return f"{not_known} {not_measured} Measured: {_measured(run)}"
+    return f"{run.format.name} does not hurt this run: {_measured(run, _norm_of_small(run))}"
+
+
+def _of_float32(run: RunMetrics) -> str:
+    """Returns what was seen of a run that loses nothing to its format."""
+    if not run.finite_samples:
+        not_known = "It is not known whether anything is wrong with this float32 run."
+        return f"{not_known} {_unsampled(run)} Measured: {skipped(run)}."
+    norms = [sample.total_norm for sample in run.finite_samples]
+    gradients = f"the norm of the gradients was {_range(norms)} in {_samples(run)}"
+    updates = ""
+    if not run.has_no_update:
+        updates = (
+            f", and no update seen was larger than {run.update_ratio[1]:.2g} times the weights"
+        )
+    return (
+        f"Nothing is wrong with this float32 run that kmp can see: {skipped(run)},"
+        f" {gradients}{updates}."
+    )
+
+
+def _range(values: Sequence[float]) -> str:
+    low, high = f"{min(values):.3g}", f"{max(values):.3g}"
+    return low if low == high else f"{low} to {high}"
+
+
+def _samples(run: RunMetrics) -> str:
+    return counted(len(run.finite_samples), "sample")
 
 
 def _unsampled(run: RunMetrics) -> str:
@@ -44,7 +68,8 @@ def _measured(run: RunMetrics, norm: str = "") -> str:
         run: The run.
         norm: How much the elements are that are too small.
     """
-    samples = counted(len(run.finite_samples), "sample")
+    if run.format is not FLOAT16:  # which alone needs a loss scale
+        return f"{_compared(run)}{skipped(run)}."
     scale = as_power(run.scale)
     subnormal = f"{run.subnormal_share:.1%} of the nonzero gradient elements"
     too_small = f"{run.underflow_share:.1%}"
@@ -52,7 +77,7 @@ def _measured(run: RunMetrics, norm: str = "") -> str:
         f"{_compared(run)}{skipped(run)},"
         f" and at the loss scale in use, {scale},"
         f" {subnormal} are subnormal in float16"
-        f" and {too_small} are too small for float16{norm}, in {samples}."
+        f" and {too_small} are too small for float16{norm}, in {_samples(run)}."
     )
 
 

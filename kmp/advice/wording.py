@@ -57,10 +57,16 @@ def skipped_with_finite_loss(run: RunMetrics) -> str:
 def failed_steps(run: RunMetrics) -> str:
     """Returns the number of steps with a non-finite loss, or of skipped ones if there is none."""
     if run.nonfinite_losses:
-        return f"in {of_steps(run, run.nonfinite_losses)} the loss was NaN or Inf before scaling"
+        scaling = " before scaling" if run.has_loss_scale else ""
+        return f"in {of_steps(run, run.nonfinite_losses)} the loss was NaN or Inf{scaling}"
     if run.run.last("overflow_count") == 0:
         return "no step was skipped"
     return skipped_with_finite_loss(run)
+
+
+def largest_value(run: RunMetrics) -> str:
+    """Returns the maximum of the format of a run in words."""
+    return f"{run.format.name}'s maximum of {run.format.max:.5g}"
 
 
 def of_a_batch(replay: Replay) -> str:
@@ -68,7 +74,7 @@ def of_a_batch(replay: Replay) -> str:
     return f"on {counted(replay.examples, 'example')} of a batch"
 
 
-def replayed_with_change(replay: Replay, result: str) -> str:
+def replayed_with_change(run: RunMetrics, replay: Replay, result: str) -> str:
     """Returns a note: the replayed batch had this result with the change that is advised."""
     if replay.float32_layers:
         return f"with these layers in float32 {result}"
@@ -76,6 +82,6 @@ def replayed_with_change(replay: Replay, result: str) -> str:
         return (
             f"in bfloat16, which has float32's range, {result}; GPUs before the A100 are slow in it"
         )
-    if needs_only_a_larger_scale(replay):
+    if needs_only_a_larger_scale(run, replay):
         return f"at this loss scale {result}"
     return f"no few layers were found with which {result}"

@@ -111,7 +111,7 @@ class LogWriter:
             self._lines = (folder / FILE_NAME).open("a", encoding="utf-8")
             self._events = self._new_events()
             for record in kept.rows if is_rewritten else ():
-                self._write_events(record, kept.header)
+                self._write_events(record, kept)
             self._events.flush()
             sizes = [
                 *map(record_size, kept.rows),
@@ -137,7 +137,7 @@ class LogWriter:
             if self._has_records and not (self._folder / FILE_NAME).exists():
                 raise OSError("the log was deleted or moved")
             self._write_line(record, run.header)
-            size = self._write_events(record, run.header)
+            size = self._write_events(record, run)
             self._events.flush()
             return size
         return 0
@@ -156,9 +156,9 @@ class LogWriter:
             str(self._folder), filename_suffix=tensorboard_events.SUFFIX
         )
 
-    def _write_events(self, record: Row, header: Row) -> int:
+    def _write_events(self, record: Row, run: Run) -> int:
         with self._events.as_default(step=record["step"]):
-            return tensorboard_events.write(record, header.get("settings", {}).get("layers", {}))
+            return tensorboard_events.write(record, run)
 
     @contextlib.contextmanager
     def _stopping_on_write_error(self) -> Iterator[None]:

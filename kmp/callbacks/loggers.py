@@ -18,7 +18,7 @@ class _Logger(Monitor):
 
 
 class LossScaleLogger(_Logger):
-    """Logs the loss scale, as `loss_scale` in `logs`.
+    """Logs the loss scale, as `loss_scale` in `logs`: 1 where no layer computes in float16.
 
     Takes `log_dir`, `every_n_steps` and `optimizer`, as `Monitor` does, and raises the same errors.
 
@@ -66,7 +66,7 @@ class GradientHistogram(Monitor):
     """Samples gradients at regular steps: a histogram of binary exponents for each variable.
 
     `run.samples` and the log have the samples, and `grad_zeros`, the fraction of gradient elements
-    that are exactly zero: an upper bound on the fraction that float16 flushed to zero.
+    that are exactly zero: in float16, an upper bound on the fraction that was flushed to zero.
 
     Takes `log_dir`, `every_n_steps`, `optimizer` and `variables`, as `Monitor` does, and raises the
     same errors.

@@ -17,7 +17,7 @@ _CHECKED_AT_LOW_SCALE = 8  # batches
 
 
 class StuckError(RuntimeError):
-    """Raised by `kmp.callbacks.Monitor` if float16 training makes no progress. Names the cause.
+    """Raised by `kmp.callbacks.Monitor` if a training makes no progress. Names the cause.
 
     The model keeps the weights from before the skipped steps: catch the error to save it.
 
@@ -25,8 +25,8 @@ class StuckError(RuntimeError):
     >>> try:
     ...     raise StuckError("Training is stuck: ...")  # as `fit` does
     ... except StuckError as error:
-    ...     print("save the model, and continue in bfloat16:", error)
-    save the model, and continue in bfloat16: Training is stuck: ...
+    ...     print("save the model, and change what the error names:", error)
+    save the model, and change what the error names: Training is stuck: ...
     """
 
 
@@ -90,7 +90,7 @@ class StuckDetector:
         """Returns what the training is stuck in, the cause and what to try."""
         problems = advise(run).problems
         cause = problems[0] if problems else _counts_alone(streak.now, run)
-        text = f"{streak}\nCause: {cause}"
+        text = f"{streak.describe(run.has_loss_scale)}\nCause: {cause}"
         if streak.now.overflows_in_a_row:  # else a later step has changed the weights
             text += f"\n{_weights_of(self._model)}"
         return text
@@ -102,7 +102,8 @@ class Streak:
     def __init__(self, now: Snapshot, is_at_min_scale: bool) -> None:
         self.now, self._is_at_min_scale = now, is_at_min_scale
 
-    def __str__(self) -> str:
+    def describe(self, has_loss_scale: bool) -> str:
+        """Returns what was skipped, with the loss, and with the loss scale if it matters."""
         now = self.now
         count = now.overflows_in_a_row
         skipped = f"the last {count} steps were skipped"
@@ -112,9 +113,12 @@ class Streak:
             skipped = "the last step was skipped"
         if self._is_at_min_scale:
             skipped += " with the loss scale at its lowest value"
-        loss = "" if now.last_loss is None else f"Last loss: {now.last_loss:g}. "
-        scale = f"Loss scale: {now.loss_scale:g}."
-        return f"Training is stuck: at step {now.step} {skipped}. {loss}{scale}"
+        text = f"Training is stuck: at step {now.step} {skipped}."
+        if now.last_loss is not None:
+            text += f" Last loss: {now.last_loss:g}."
+        if has_loss_scale:
+            text += f" Loss scale: {now.loss_scale:g}."
+        return text
 
 
 def report(message: str, on_stuck: str) -> None:
@@ -127,12 +131,16 @@ def report(message: str, on_stuck: str) -> None:
 
 def _counts_alone(now: Snapshot, run: Run) -> str:
     origin = now.overflow_origin
+    how = f"To find the layer: {how_to_find_layer(RunMetrics(run))}."
+    if not run.has_loss_scale:
+        where = "the loss" if now.nonfinite_losses_in_a_row else f"the gradient of {origin}"
+        return f"{where} was NaN or Inf. {how}"
     cause = f"gradients overflow, and the overflow starts nearest to the loss at {origin}"
     if now.nonfinite_losses_in_a_row:
         cause = "the loss was NaN or Inf before it was scaled, so no loss scale helps"
     return (
-        f"{cause}. To find the layer: {how_to_find_layer(RunMetrics(run))}. Where the loss scale"
-        " was still falling, a higher patience or a lower initial_scale lets it fall."
+        f"{cause}. {how} Where the loss scale was still falling, a higher patience or a lower"
+        " initial_scale lets it fall."
     )
 
 

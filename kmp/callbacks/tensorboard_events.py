@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from kmp.records import ExponentHistogram, GradientSample
+from kmp.records import ExponentHistogram, GradientSample, Run
 from kmp.records.exponent_histogram import FIRST_EXPONENT
 from kmp.records.layer_names import stable_name, stable_names
 from kmp.records.run import scalars
@@ -19,24 +19,25 @@ from kmp.records.run import scalars
 SUFFIX = ".kmp"  # of the event files
 
 _DESCRIPTION = (
-    "log2 of the magnitudes of the finite nonzero loss-scaled gradient elements; "
+    "log2 of the magnitudes of the finite nonzero gradient elements, times the loss scale if the "
+    "run has one; "
     f"at {FIRST_EXPONENT - 1}, all finite elements are zero"
 )
 
 
-def write(record: Mapping[str, Any], layers: Mapping[str, str]) -> int:
+def write(record: Mapping[str, Any], run: Run) -> int:
     """Writes a record. Returns the bytes of its histograms.
 
     Args:
         record: The record.
-        layers: The class of each layer by path, as in the settings of a run.
+        run: Its run. Without a loss scale, as in float32, there is no curve of one.
     """
     from tensorboard.plugins.scalar.summary_v2 import scalar_pb
 
     values = dict(scalars(record))
     values.pop("epoch", None)
     scale = values.pop("loss_scale", 0.0)
-    if scale > 0:  # a power of two: its axis is that of log2
+    if scale > 0 and run.has_loss_scale:  # a power of two: its axis is that of log2
         values["log2_loss_scale"] = math.log2(scale)
     _write(
         record["step"], [scalar_pb(f"kmp/{key}", value).value[0] for key, value in values.items()]
@@ -45,7 +46,9 @@ def write(record: Mapping[str, Any], layers: Mapping[str, str]) -> int:
         names = ", ".join(map(repr, record["fallback"]))
         write_text("kmp/fallback", f"Set to float32: {names}\n{record.get('fallback_reason', '')}")
     return (
-        write_histograms(record["step"], histograms_by_tag(record["sample"], layers))
+        write_histograms(
+            record["step"], histograms_by_tag(record["sample"], run.settings.get("layers", {}))
+        )
         if "sample" in record
         else 0
     )

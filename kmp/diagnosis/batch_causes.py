@@ -15,6 +15,7 @@ from kmp.diagnosis.cause import (
 from kmp.diagnosis.run_metrics import RunMetrics, name_of
 from kmp.records import Replay
 from kmp.records.replay import BATCH_X, BATCH_Y, InvalidTargets, NonfinitePart
+from kmp.utils.float_formats import FLOAT16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,13 +23,14 @@ class NonfiniteData(Cause):
     """NaN, Inf or too large values in the batch.
 
     Args:
-        is_too_large: Whether there are only values beyond float16's maximum.
+        largest: The magnitude beyond which values are too large, if there are only such values;
+            0 if there are NaN or Inf.
         array: The array, or a part of it, as Python source.
     """
 
     stage = Stage.BATCH
 
-    is_too_large: bool
+    largest: float
     array: str
 
     @classmethod
@@ -40,6 +42,7 @@ class NonfiniteData(Cause):
             return None
         location = part.part + part.key
         array = location.partition("'s ")[2]
+        largest = _largest_value(run) if part.is_too_large else 0.0
         is_borne = part.is_too_large and replay.is_finite_in_float32 and replay.float32_layers
         kind = TooLargeForFloat16 if is_borne else cls
         return kind(
@@ -47,7 +50,7 @@ class NonfiniteData(Cause):
             severity=_severity(run),
             location=location,
             edits=_edits_of_data(run, replay, part, array),
-            is_too_large=part.is_too_large,
+            largest=largest,
             array=array,
         )
 
@@ -56,6 +59,7 @@ class NonfiniteData(Cause):
 class TooLargeForFloat16(NonfiniteData):
     """Values beyond float16's maximum that layers in float32 bear, as a replay has shown."""
 
+    formats = (FLOAT16,)
     cured_by_float32 = True
 
 
@@ -66,7 +70,14 @@ def _is_of_the_data(run: RunMetrics, replay: Replay, part: NonfinitePart) -> boo
         return False  # the loss ignores these targets
     if not part.is_too_large:
         return True
-    return run.is_float16 and _overflows_when_it_is_read(replay)
+    if run.format is not FLOAT16 and replay.is_finite_in_float32:
+        return False  # other formats have float32's range
+    return _overflows_when_it_is_read(replay)
+
+
+def _largest_value(run: RunMetrics) -> float:
+    """Returns the magnitude beyond which inputs overflow: others take a few operations for it."""
+    return FLOAT16.max if run.format is FLOAT16 else thresholds.OVERFLOWS_FLOAT32
 
 
 def _overflows_when_it_is_read(replay: Replay) -> bool:
@@ -89,7 +100,7 @@ def _edits_of_data(run: RunMetrics, replay: Replay, part: NonfinitePart, array: 
         return edits.in_float32(run, replay.float32_layers) or (edits.normalized("x"),)
     condition = f"np.isfinite({array})"
     if part.part == BATCH_X:
-        condition = f"np.abs({array}) <= 65504"
+        condition = f"np.abs({array}) <= {_largest_value(run):g}"
     return (_keep(array, condition, replay),)
 
 

@@ -1,13 +1,19 @@
 """What a diagnosis finds: a cause, with its numbers, its location and the edits that cure it."""
 
 import enum
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
+from kmp.utils.float_formats import BFLOAT16, FLOAT16, FLOAT32, FORMATS, FloatFormat
 from kmp.utils.names import printable
 
 ERROR, WARNING, INFO = SEVERITIES = ("error", "warning", "info")
+
+# What causes are about, as `Cause.formats`.
+LOSS_SCALES = (FLOAT16,)  # and the gradients that these keep in float16's range
+SIXTEEN_BITS = (FLOAT16, BFLOAT16)
+FLOAT32_RANGE = (BFLOAT16, FLOAT32)  # in which nothing but NaN, Inf and huge values overflows
 
 
 @dataclass(frozen=True)
@@ -108,10 +114,12 @@ class Cause:
         edits: What to change in the program, all of it.
 
     Attributes:
+        formats: The number formats that a run with such a cause computes in.
         stage: Where causes of this class act.
         cured_by_float32: Whether layers in float32 cure them.
     """
 
+    formats: ClassVar[Collection[FloatFormat]] = FORMATS
     stage: ClassVar[Stage] = Stage.LAST
     cured_by_float32: ClassVar[bool] = False
 

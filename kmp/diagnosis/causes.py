@@ -12,6 +12,11 @@ from kmp.diagnosis.precision_causes import (
     WrongGradients,
     WrongOutputs,
 )
+from kmp.diagnosis.range_causes import (
+    NeedlessScale,
+    UnexplainedGradients,
+    nonfinite_backward,
+)
 from kmp.diagnosis.run_metrics import RunMetrics
 from kmp.diagnosis.scale_causes import (
     FixedScaleTooLarge,
@@ -52,6 +57,9 @@ PREDICATES: tuple[Predicate, ...] = (
     WrongOutputs.of,
     StaleState.of,
     NonfiniteGradients.of,
+    NeedlessScale.of,
+    nonfinite_backward,
+    UnexplainedGradients.of,
     HysteresisTooLarge.of,
     backward_overflow,
     FixedScaleTooLarge.of,
@@ -66,12 +74,17 @@ PREDICATES: tuple[Predicate, ...] = (
 )
 
 
-def causes_of(run: RunMetrics) -> Iterator[Cause]:
-    """Yields the causes of a run's problems, through the first error."""
+def found_causes(run: RunMetrics) -> Iterator[Cause]:
+    """Yields all causes that the records show, of those that exist in the format of the run."""
     for predicate in PREDICATES:
         cause = predicate(run)
-        if cause is None:
-            continue
+        if cause is not None and run.format in cause.formats:
+            yield cause
+
+
+def causes_of(run: RunMetrics) -> Iterator[Cause]:
+    """Yields the causes of a run's problems, through the first error."""
+    for cause in found_causes(run):
         yield cause
         if cause.severity == ERROR:
             return

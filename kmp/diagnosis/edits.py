@@ -60,11 +60,13 @@ def larger_scale(run: RunMetrics, exponent: float) -> SetArguments:
     return SetArguments(run.settings_call, arguments)
 
 
-def needs_only_a_larger_scale(replay: Replay) -> bool:
+def needs_only_a_larger_scale(run: RunMetrics, replay: Replay) -> bool:
     """Whether a replayed batch is sound at a larger loss scale, without a change of layers.
 
     A smaller one is the matter of the causes of overflows.
     """
+    if run.format is not FLOAT16:  # which alone needs one
+        return False
     usable = replay.gradients.usable_scale or 0.0
     return soundness.needs_another_scale_only(replay) and usable > replay.loss_scale
 
@@ -80,7 +82,7 @@ def replayed(run: RunMetrics, replay: Replay) -> Edits:
         return in_float32(run, replay.float32_layers)
     if is_sound_in_bfloat16(replay):
         return (SetArguments("kmp.enable", {"policy": "'mixed_bfloat16'"}),)
-    if needs_only_a_larger_scale(replay):
+    if needs_only_a_larger_scale(run, replay):
         usable = replay.gradients.usable_scale
         assert usable is not None
         return (larger_scale(run, math.log2(usable)),)

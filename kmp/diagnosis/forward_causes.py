@@ -5,11 +5,11 @@ from typing import NamedTuple
 
 from kmp.diagnosis import edits, precision_causes, soundness
 from kmp.diagnosis.batch_causes import NonfiniteData, invalid_targets
-from kmp.diagnosis.cause import WARNING, Cause, Stage
+from kmp.diagnosis.cause import SIXTEEN_BITS, WARNING, Cause, Stage
 from kmp.diagnosis.run_metrics import RunMetrics
 from kmp.records import Replay
 from kmp.records.replay import LOSS_FUNCTION, NonfiniteOperation
-from kmp.utils.float_formats import FLOAT16
+from kmp.utils.float_formats import FLOAT16, FORMATS_16_BIT
 
 DIVISIONS = ("RealDiv", "Rsqrt", "Reciprocal", "Inv", "Div", "Xdivy", "Pow")
 LOGARITHMS = ("Log", "Log1p", "Xlogy", "Xlog1py")
@@ -18,19 +18,20 @@ _OF_POSITIVE_NUMBERS = (*LOGARITHMS, "Sqrt", "Rsqrt", "Pow")
 
 @dataclass(frozen=True, kw_only=True)
 class NonfiniteForward(Cause):
-    """An operation of the forward pass that float16 makes NaN or Inf.
+    """An operation of the forward pass that 16 bits make NaN or Inf.
 
     Its name is `"constant"`, `"rounding"`, `"forward_underflow"`, `"forward_overflow"` or
     `"loss_overflow"`.
 
     Args:
         operation: The operation.
-        constant: The scalar operand that float16 makes infinite, or to which a divisor of 0 was
-            rounded; `None` if it is not known.
+        constant: The scalar operand that the format makes infinite, or that it rounds to a divisor
+            of 0; `None` if it is not known.
         is_division: Whether the operation divides by 0.
         replay: The replay that shows it.
     """
 
+    formats = SIXTEEN_BITS
     stage = Stage.FORWARD
     cured_by_float32 = True
 
@@ -47,6 +48,8 @@ class HiddenNonfinite(Cause):
     Args:
         eager: What it is as `model(x)` runs it.
     """
+
+    formats = SIXTEEN_BITS
 
     eager: NonfiniteForward
 
@@ -70,6 +73,7 @@ class NonfiniteInFloat32(Cause):
 class LossInFloat16(Cause):
     """A loss in float16 that is not finite, and that no replay shows."""
 
+    formats = (FLOAT16,)
     stage = Stage.FORWARD
     cured_by_float32 = True
 
@@ -94,7 +98,7 @@ Forward = (
 
 
 def nonfinite_forward(run: RunMetrics) -> Forward | None:
-    """Returns the cause if float16 makes a forward pass or a loss NaN or Inf."""
+    """Returns the cause if a forward pass or a loss is NaN or Inf."""
     replay = run.forward_replay
     if not _has_failed(run, replay) or _is_explained_by_batch(run):
         return None
@@ -157,8 +161,8 @@ def _first_nonfinite(replay: Replay) -> NonfiniteOperation | None:
 
 
 def explained(run: RunMetrics, found: NonfiniteOperation, replay: Replay) -> NonfiniteForward:
-    """Returns the cause of an operation of the forward pass that float16 makes NaN or Inf."""
-    kind = _kind_by_constant(found, replay) or _Kind(_name(found, replay))
+    """Returns the cause of an operation of the forward pass that 16 bits make NaN or Inf."""
+    kind = _kind_by_constant(run, found, replay) or _Kind(_name(found, replay))
     return NonfiniteForward(
         name=kind.name,
         location=found.layer,
@@ -176,13 +180,20 @@ class _Kind(NamedTuple):
     is_division: bool = False
 
 
-def _kind_by_constant(found: NonfiniteOperation, replay: Replay) -> _Kind | None:
-    """Returns the kind if float16 makes a constant, or a divisor, infinite or zero."""
+def _kind_by_constant(run: RunMetrics, found: NonfiniteOperation, replay: Replay) -> _Kind | None:
+    """Returns the kind if the format makes a constant, or a divisor, infinite or zero."""
     if is_cast_of_constant(found):
         return _Kind("constant", found.constant)
-    lost = replay.overflow.lost_constants if replay.overflow else {}
-    constants = lost.get(found.layer, [])
+    constants = lost_constants(run, replay, found.layer)
     return _kind_by_infinity(found, constants) or _kind_by_zero_divisor(found, constants)
+
+
+def lost_constants(run: RunMetrics, replay: Replay, layer: str) -> list[float]:
+    """Returns the scalars among the operands of a layer that are 0 or infinite in the format."""
+    recorded = replay.overflow.lost_constants if replay.overflow else {}  # in any 16-bit format
+    smallest, largest = 2.0**run.format.flush_exponent, run.format.max
+    constants = recorded.get(layer, [])
+    return [each for each in constants if abs(each) <= smallest or abs(each) > largest]
 
 
 def _kind_by_infinity(found: NonfiniteOperation, constants: list[float]) -> _Kind | None:
@@ -213,9 +224,10 @@ def _name(found: NonfiniteOperation, replay: Replay) -> str:
 
 
 def is_cast_of_constant(found: NonfiniteOperation) -> bool:
-    """Whether an operation casts a constant that float16 makes infinite."""
-    is_cast = found.operation == "Cast" and found.constant is not None
-    return is_cast and abs(found.constant or 0.0) > FLOAT16.max
+    """Whether an operation casts a constant that its dtype makes infinite."""
+    if found.operation != "Cast" or found.constant is None or found.dtype not in FORMATS_16_BIT:
+        return False
+    return abs(found.constant) > FORMATS_16_BIT[found.dtype].max
 
 
 def _nonfinite_in_float32(run: RunMetrics, replay: Replay) -> NonfiniteInFloat32:

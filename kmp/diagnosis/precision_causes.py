@@ -1,10 +1,18 @@
-"""Causes in finite passes: what float16 changes, as a comparison with float32 measured it."""
+"""Causes in finite passes: what 16 bits change, as a comparison with float32 measured it."""
 
 from dataclasses import dataclass
 from typing import Any
 
 from kmp.diagnosis import edits, soundness, thresholds
-from kmp.diagnosis.cause import ERROR, INFO, WARNING, Cause, Stage
+from kmp.diagnosis.cause import (
+    ERROR,
+    INFO,
+    LOSS_SCALES,
+    SIXTEEN_BITS,
+    WARNING,
+    Cause,
+    Stage,
+)
 from kmp.diagnosis.run_metrics import RunMetrics
 from kmp.records import Replay
 from kmp.records.replay import LOSS_FUNCTION, GradientError, LayerError, StateError
@@ -21,6 +29,7 @@ class UnscaledLoss(Cause):
         origin: The layer whose backward pass changes them; empty if it is not known.
     """
 
+    formats = LOSS_SCALES
     stage = Stage.LOSS_SCALING
 
     replay: Replay
@@ -52,6 +61,7 @@ class WrongOutputs(Cause):
         origin: The layer where the error begins; `None` if it is an operation between layers.
     """
 
+    formats = SIXTEEN_BITS
     stage = Stage.OUTPUTS
     cured_by_float32 = True
 
@@ -88,13 +98,14 @@ def _is_between_layers(run: RunMetrics, replay: Replay) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class StaleState(Cause):
-    """A state, such as a moving average, whose updates float16 loses.
+    """A state, such as a moving average, whose updates 16 bits lose.
 
     Args:
         replay: The comparison that shows it.
         error: The error of its update.
     """
 
+    formats = SIXTEEN_BITS
     stage = Stage.STATES
     cured_by_float32 = True
 
@@ -137,6 +148,7 @@ class WrongGradients(Cause):
         is_of_loss: Whether the loss differs too, so that the error begins there.
     """
 
+    formats = SIXTEEN_BITS
     stage = Stage.GRADIENTS
     cured_by_float32 = True
 

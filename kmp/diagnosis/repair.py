@@ -14,7 +14,7 @@ class Cure:
 
     Args:
         layers: Their paths.
-        cause: What float16 does in them.
+        cause: What 16 bits do in them.
         replay: The replay of the batch that is sound with these layers in float32.
     """
 
@@ -27,8 +27,8 @@ def cure_of(run: Run) -> Cure | None:
     """Returns the layers to set to float32, as the records of a run prove; `None` without a proof.
 
     The last replay since the last repair has found the layers, it is evidence by itself or agrees
-    with the ones before, and float16 is the cause: not the data, the targets, the settings or the
-    updates. Whoever applies the cure replays the batch with it before.
+    with the ones before, and the 16 bits are the cause: not the data, the targets, the settings or
+    the updates. Whoever applies the cure replays the batch with it before.
     """
     metrics = RunMetrics(run)
     replay = metrics.replays[-1] if metrics.replays else None
@@ -38,7 +38,7 @@ def cure_of(run: Run) -> Cure | None:
         return None
     if may_diverge(metrics, replay):
         return None
-    cause = _cause_in_float16(metrics)
+    cause = _cause_in_16_bits(metrics)
     if cause is None:
         return None
     return Cure(tuple(replay.float32_layers), cause, replay)
@@ -78,10 +78,9 @@ def may_diverge(run: RunMetrics, replay: Replay) -> bool:
     return run.estimated_update > thresholds.DIVERGING_ESTIMATE
 
 
-def _cause_in_float16(run: RunMetrics) -> Cause | None:
+def _cause_in_16_bits(run: RunMetrics) -> Cause | None:
     """Returns the cause that float32 layers cure; `None` if another one explains the records."""
-    found = filter(None, (predicate(run) for predicate in causes.PREDICATES))
-    first = min(found, key=_stage, default=None)
+    first = min(causes.found_causes(run), key=_stage, default=None)
     return first if first and first.cured_by_float32 else None
 
 

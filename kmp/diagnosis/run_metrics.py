@@ -1,4 +1,4 @@
-"""Metrics of a run from which the effect of float16 is diagnosed."""
+"""Metrics of a run from which the effect of its number format is diagnosed."""
 
 import itertools
 import math
@@ -16,7 +16,7 @@ from kmp.diagnosis.sample_statistics import counts_below, statistics, unscaled_c
 from kmp.records import Replay, Run
 from kmp.records.gradient_sample import layer_of
 from kmp.records.replay import LOSS_FUNCTION
-from kmp.utils.float_formats import FLOAT16
+from kmp.utils.float_formats import FLOAT16, FLOAT32
 from kmp.utils.names import path_and_parents
 
 
@@ -30,6 +30,7 @@ class RunMetrics:
         self.complete_run = run
         self.fallback, run = since_last_fallback(run)
         self.run = run
+        self.format, self.has_loss_scale = run.format, run.has_loss_scale
         self._read_settings(run.settings)
         self._read_replays(run)
         self._read_counts(run)
@@ -51,12 +52,12 @@ class RunMetrics:
         self.min_scale: float = settings.get("min_scale", FLOAT16.smallest_normal)
         dtypes = settings.get("compute_dtypes")
         self.dtypes = " and ".join(dtypes or ["an unknown dtype"])
-        self.is_float16: bool = dtypes is None or FLOAT16.name in dtypes
         self.layers: dict[str, str] = settings.get("layers", {})  # the classes, by path
 
     def _read_replays(self, run: Run) -> None:
         self.replays = [replay for _, replay in run.replays]
-        self.comparisons = run.comparisons
+        # A float32 run is compared with itself.
+        self.comparisons = [] if self.format is FLOAT32 else run.comparisons
         self.last_comparison = self.comparisons[-1][1] if self.comparisons else None
         # The last replay whose loss and gradients were finite, and the last one whose loss was, but
         # not the gradients.
@@ -170,7 +171,12 @@ class RunMetrics:
 
     @cached_property
     def curve(self) -> WhatIf | None:
-        """Underflow and overflow at other loss scales, or `None` without a finite sample."""
+        """Underflow and overflow at other loss scales; `None` without a finite sample.
+
+        And in another format than float16, which needs no loss scale.
+        """
+        if self.format is not FLOAT16:
+            return None
         return sweep(self.run, self.samples, self._references)
 
     @cached_property

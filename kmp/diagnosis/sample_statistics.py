@@ -36,6 +36,7 @@ class SampleStatistics:
         # Of the nonzero elements.
         nonzero = np.maximum(1, self.totals - self.zeros)
         self.small_shares = own.between(ZERO_BIN + 1, _FIRST_NORMAL_BIN) / nonzero
+        self.total_norm = sample.total_norm  # of the gradients of all variables
         # Norms of all variables: 0 if they were not measured.
         self.weight_norm = math.sqrt(np.nansum(sample.weight_norm**2))
         update_norm = math.sqrt(np.nansum(sample.update_norm**2))

@@ -4,7 +4,15 @@ import math
 from dataclasses import dataclass
 
 from kmp.diagnosis import edits, forward_causes, soundness, thresholds
-from kmp.diagnosis.cause import ERROR, INFO, WARNING, Cause, SetArguments, Stage
+from kmp.diagnosis.cause import (
+    ERROR,
+    INFO,
+    LOSS_SCALES,
+    WARNING,
+    Cause,
+    SetArguments,
+    Stage,
+)
 from kmp.diagnosis.forward_causes import DIVISIONS, LOGARITHMS, NonfiniteForward
 from kmp.diagnosis.run_metrics import RunMetrics
 from kmp.records import Replay
@@ -35,14 +43,19 @@ class NonfiniteGradients(Cause):
             return None
         operation = next((each for each in replay.operations if each.is_backward), None)
         origin, _ = run.main_overflow_origin
-        is_rare = run.gradient_overflows <= thresholds.FEW_SKIPPED * run.steps
         return cls(
             name="backward_overflow",
-            severity=WARNING if is_rare and not run.is_stuck else ERROR,
+            severity=severity_of_overflows(run),
             location=operation.layer if operation else origin,
             operation=operation,
             origin=origin,
         )
+
+
+def severity_of_overflows(run: RunMetrics) -> str:
+    """Returns a warning if few steps overflow in the backward pass: the others train."""
+    is_rare = run.gradient_overflows <= thresholds.FEW_SKIPPED * run.steps
+    return WARNING if is_rare and not run.is_stuck else ERROR
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,6 +76,7 @@ class BackwardOverflow(Cause):
             where the backward pass overflows: the gradients may come from there.
     """
 
+    formats = LOSS_SCALES
     stage = Stage.BACKWARD
     cured_by_float32 = True
 
@@ -85,11 +99,11 @@ def backward_overflow(run: RunMetrics) -> BackwardOverflow | NonfiniteForward | 
     (origin, share), replay = run.main_overflow_origin, run.backward_replay
     if not origin or not _overflows_at_every_scale(run):
         return None
-    operation = _hidden_in_forward(run, replay) if replay else None
+    operation = hidden_in_forward(run, replay) if replay else None
     if replay and operation:
         return forward_causes.explained(run, operation, replay)
-    slope, constant = _infinite_slope(replay) if replay else (None, None)
-    layer = _layer_of_backward(replay) if replay else ""
+    slope, constant = infinite_slope(run, replay) if replay else (None, None)
+    layer = layer_of_backward(replay) if replay else ""
     if slope:
         layer = slope.layer
     is_of_own_loss = replay is None and run.has_own_loss
@@ -120,16 +134,18 @@ def _lowest_scale(run: RunMetrics) -> float | None:
     return run.scale / _factors(run)[1]
 
 
-def _infinite_slope(replay: Replay) -> tuple[NonfiniteOperation | None, float | None]:
+def infinite_slope(
+    run: RunMetrics, replay: Replay
+) -> tuple[NonfiniteOperation | None, float | None]:
     """Returns the operation of the backward pass that divides by 0, and the constant that was lost.
 
     The slope of a root is such a division.
     """
-    lost = replay.overflow.lost_constants if replay.overflow else {}
     for found in replay.operations:
         if not found.is_backward or found.value != "inf":
             continue
-        small = [value for value in lost.get(found.layer, []) if abs(value) < 1.0]
+        lost = forward_causes.lost_constants(run, replay, found.layer)
+        small = [value for value in lost if abs(value) < 1.0]
         is_slope = found.operation in SLOPES
         is_division = found.operation in DIVISIONS and found.smallest_input == 0.0
         if is_division or (is_slope and small):
@@ -137,7 +153,8 @@ def _infinite_slope(replay: Replay) -> tuple[NonfiniteOperation | None, float | 
     return None, None
 
 
-def _hidden_in_forward(run: RunMetrics, replay: Replay) -> NonfiniteOperation | None:
+def hidden_in_forward(run: RunMetrics, replay: Replay) -> NonfiniteOperation | None:
+    """Returns the logarithm of 0, or the division by 0, whose Inf only the gradients show."""
     needed = {*replay.float32_layers, LOSS_FUNCTION, run.settings.get("model")}
     for found in replay.operations:
         if found.is_backward or found.layer not in needed:
@@ -148,7 +165,7 @@ def _hidden_in_forward(run: RunMetrics, replay: Replay) -> NonfiniteOperation | 
     return None
 
 
-def _layer_of_backward(replay: Replay) -> str:
+def layer_of_backward(replay: Replay) -> str:
     """Returns the layer whose backward pass overflows; empty if it is not known.
 
     The backward pass of a loss that a layer adds runs outside of the layers, or in another one.
@@ -216,6 +233,7 @@ class FixedScaleTooLarge(Cause):
         highest: log2 of a fixed scale that would do; `None` if it is not known.
     """
 
+    formats = LOSS_SCALES
     stage = Stage.MAGNITUDES
 
     origin: str
@@ -251,6 +269,7 @@ class MinScaleTooLarge(Cause):
         suitable: The loss scale at which a replayed batch has finite gradients.
     """
 
+    formats = LOSS_SCALES
     stage = Stage.MAGNITUDES
 
     suitable: float
@@ -287,6 +306,7 @@ class HysteresisTooLarge(Cause):
         hysteresis: The setting.
     """
 
+    formats = LOSS_SCALES
     stage = Stage.SCALE_RULE
 
     hysteresis: int
@@ -320,6 +340,8 @@ class InitialScaleTooLarge(Cause):
         first_steps: The number of steps in which that was.
         stable: The scale that the steps led to, or at which a replayed batch is finite.
     """
+
+    formats = LOSS_SCALES
 
     initial: float
     skipped: int
@@ -377,6 +399,8 @@ class GrowthTooFast(Cause):
         steps_to_undo: The number of steps that are skipped after each growth.
         arguments: The arguments to change.
     """
+
+    formats = LOSS_SCALES
 
     overflows: int
     growth_factor: float

@@ -56,7 +56,7 @@ def is_harmful_state(error: StateError) -> bool:
 
 
 def are_harmful(output_error: float, gradient_errors: Sequence[GradientError]) -> bool:
-    """Whether errors of outputs and gradients are so large that float16 hurts the training."""
+    """Whether errors of outputs and gradients are so large that 16 bits hurt the training."""
     if not gradient_errors:
         return output_error > thresholds.HARMFUL_OUTPUT_ERROR_ALONE
     if any(map(is_harmful_gradient, unconverged(gradient_errors))):
@@ -67,7 +67,7 @@ def are_harmful(output_error: float, gradient_errors: Sequence[GradientError]) -
 
 
 def harmful_states(errors: Iterable[StateError] | None) -> list[StateError]:
-    """Returns the states that float16 keeps far from where the batches move them."""
+    """Returns the states that 16 bits keep far from where the batches move them."""
     return [error for error in errors or () if is_harmful_state(error)]
 
 
@@ -82,7 +82,7 @@ def harmful_gradients(replay: Replay) -> list[GradientError]:
 
 
 def is_harmful(replay: Replay) -> bool:
-    """Whether the results of a replay differ so much that float16 hurts the training."""
+    """Whether the results of a replay differ so much that 16 bits hurt the training."""
     if replay.comparison is None:
         return False
     errors = replay.comparison
@@ -132,7 +132,7 @@ def lossy_operation(replay: Replay, is_of: Callable[[str], bool]) -> LossyOperat
 
 
 def lost_weights_of(replay: Replay, layer: str) -> list[LostWeight]:
-    """Returns the weights of a layer and its sublayers with values that float16 loses."""
+    """Returns the weights of a layer and its sublayers with values that 16 bits lose."""
     return [weight for weight in replay.batch.lost_weights if weight.path.startswith(f"{layer}/")]
 
 

@@ -6,10 +6,20 @@ from dataclasses import dataclass
 
 from kmp.diagnosis import edits, thresholds
 from kmp.diagnosis.branches import Gap, kept_variables
-from kmp.diagnosis.cause import ERROR, INFO, WARNING, Cause, Edits, SetArguments, Stage
+from kmp.diagnosis.cause import (
+    ERROR,
+    INFO,
+    LOSS_SCALES,
+    WARNING,
+    Cause,
+    Edits,
+    SetArguments,
+    Stage,
+)
 from kmp.diagnosis.loss_scale_sweep import usable_scale
 from kmp.diagnosis.run_metrics import RunMetrics
 from kmp.records.gradient_sample import layer_of
+from kmp.utils.float_formats import FLOAT32
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,6 +36,7 @@ class FlushedBranch(Cause):
             not recorded.
     """
 
+    formats = LOSS_SCALES
     stage = Stage.MAGNITUDES
 
     loss_scale: float
@@ -39,7 +50,7 @@ class FlushedBranch(Cause):
     def of(cls, run: RunMetrics) -> "FlushedBranch | None":
         """Returns the cause if the run has it."""
         replay, layers = run.clean_replay, run.flushed_branch
-        if not run.is_float16 or replay is None or not layers or run.needs_float32_layers:
+        if replay is None or not layers or run.needs_float32_layers:
             return None
         flushed = [name for name in run.flushed if run.layer_of(name) in layers]
         if _converged_variables(run).issuperset(flushed):
@@ -81,6 +92,7 @@ class ScaleTooSmall(Cause):
         are_many_flushed: Whether that is much.
     """
 
+    formats = LOSS_SCALES
     stage = Stage.MAGNITUDES
 
     are_many_subnormal: bool
@@ -121,6 +133,8 @@ class WideRange(Cause):
         smallest: The path of the variable that underflows most.
     """
 
+    formats = LOSS_SCALES
+
     largest: str
     smallest: str
 
@@ -147,7 +161,7 @@ class WideRange(Cause):
 
 
 def _can_underflow(run: RunMetrics) -> bool:
-    return run.is_float16 and bool(run.finite_samples) and not run.needs_float32_layers
+    return bool(run.finite_samples) and not run.needs_float32_layers
 
 
 def _are_compared(run: RunMetrics, variables: list[str]) -> bool:
@@ -182,7 +196,7 @@ class DeadVariables(Cause):
     Args:
         variables: Their paths.
         samples: The number of samples in which their gradients are zero.
-        examples: The number of examples of the replay in float32.
+        examples: The number of examples of the replay in float32; 0 without one.
     """
 
     variables: list[str]
@@ -192,10 +206,13 @@ class DeadVariables(Cause):
     @classmethod
     def of(cls, run: RunMetrics) -> "DeadVariables | None":
         """Returns the cause if the run has it."""
-        replay = run.clean_replay
-        if replay is None:
-            return None
-        zero = [name for name in replay.gradients.zero if name in run.all_zero_variables]
+        zero, examples = run.all_zero_variables, 0
+        if run.format is not FLOAT32:  # of float32, the samples show it
+            replay = run.clean_replay
+            if replay is None:
+                return None
+            zero = [name for name in replay.gradients.zero if name in zero]
+            examples = replay.examples
         if not zero:
             return None
         return cls(
@@ -204,7 +221,7 @@ class DeadVariables(Cause):
             location=zero[0],
             variables=zero,
             samples=len(run.usable_samples),
-            examples=replay.examples,
+            examples=examples,
         )
 
 

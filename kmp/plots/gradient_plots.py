@@ -1,4 +1,4 @@
-"""Plots of gradient exponents against float16's range: of one step, and over the steps."""
+"""Plots of gradient exponents and the range of a format: of one step, and over the steps."""
 
 import math
 import re
@@ -16,19 +16,19 @@ from kmp.records import ExponentHistogram, Run
 from kmp.records.exponent_histogram import NEAR_OVERFLOW_BITS
 from kmp.records.run import RUN_EXPECTED
 from kmp.utils import validation
-from kmp.utils.float_formats import FLOAT16
+from kmp.utils.float_formats import FLOAT16, FORMATS, FloatFormat
 
 _EXPONENT_LABEL = "binary exponent, floor(log2 |g|)"
-_FLUSH = FLOAT16.flush_exponent
-_SUBNORMAL = FLOAT16.min_subnormal_exponent
-_NORMAL = FLOAT16.min_exponent
-_OVERFLOW = FLOAT16.max_exponent + 1
 _ZONE_FONT_SIZE = 7.5
 _MOST_CELLS = 1000  # along the steps; a figure has fewer pixels
+_MARGIN_BITS = 4  # beside the gradients
+_FORMATS = {each.name: each for each in FORMATS}
 
 
-def gradient_exponents(histogram: ExponentHistogram, ax: Axes | None = None) -> Axes:
-    """Draws gradient magnitudes against float16's range, with and without the loss scale.
+def gradient_exponents(
+    histogram: ExponentHistogram, ax: Axes | None = None, dtype: str = FLOAT16.name
+) -> Axes:
+    """Draws gradient magnitudes and the range of a format, with and without the loss scale.
 
     The backward pass computes the scaled gradient. Zeros, NaN and Inf do not fit on a logarithmic
     axis, so the legend counts them. The unscaled gradient is drawn if the scale is not 1, see
@@ -38,6 +38,9 @@ def gradient_exponents(histogram: ExponentHistogram, ax: Axes | None = None) -> 
     Args:
         histogram: One sampled histogram.
         ax: Axes to draw on; new ones by default.
+        dtype: The dtype in which the gradients were computed: `"float16"`, `"bfloat16"` or
+            `"float32"`. The axis has all of float16's range; of the others, it shows the limits
+            that gradients come near to.
 
     Returns:
         The axes: binary exponents along x, element counts along y on a log axis.
@@ -50,25 +53,27 @@ def gradient_exponents(histogram: ExponentHistogram, ax: Axes | None = None) -> 
     """
     expected = "a kmp.records.ExponentHistogram of a run"
     validation.instance("histogram", histogram, ExponentHistogram, expected)
+    number_format = _FORMATS[validation.one_of("dtype", dtype, tuple(_FORMATS))]
     title = f"Gradient magnitudes in training step {histogram.step}"
     ax = style.axes(ax, title, _EXPONENT_LABEL, "gradient elements")
     if not histogram.total:
         return style.empty(ax, "No gradients were sampled.")
     scale, zeros = histogram.loss_scale, histogram.zero_fraction
     title = f"Step {histogram.step}: {zeros:.1%} of gradients zero"
-    label = "gradient (loss scale 1)"
+    label = "gradient (loss scale 1)" if number_format is FLOAT16 else "gradient"
     if scale != 1.0:
         unscaled = histogram.unscaled
         _draw_counts(ax, unscaled, style.DARK, style.DARK, "--", "gradient without the loss scale")
         label = f"gradient times loss scale {style.scale_name(scale)}"
-    if scale > 1.0:
-        flushed = unscaled.by_exponent[unscaled.exponents < _FLUSH].sum() / histogram.total
+    if scale > 1.0 and number_format is FLOAT16:
+        is_flushed = unscaled.exponents < FLOAT16.flush_exponent
+        flushed = unscaled.by_exponent[is_flushed].sum() / histogram.total
         title += f", {zeros + flushed:.1%} without scaling"
     label += f"; {zeros:.1%} are zero"
     for count, name in ((histogram.infs, "Inf"), (histogram.nans, "NaN")):
         label += f"; {count:,} {name}" if count else ""
     _draw_counts(ax, histogram, style.LIGHT, style.DARK_LIGHT, "-", label)
-    _shade_float16(ax)
+    _shade_range(ax, number_format)
     if not histogram.by_exponent.any():
         text = ax.text(0.5, 0.5, "No element is finite and nonzero.", transform=ax.transAxes)
         text.set(ha="center", color=style.TEXT)
@@ -98,23 +103,32 @@ class _Zone(NamedTuple):
     color: str | None
     label: str
 
+    def within(self, left: float, right: float) -> "_Zone":
+        """Returns the part between two points; it is empty if it ends before it starts."""
+        return self._replace(start=max(self.start, left), stop=min(self.stop, right))
 
-def _shade_float16(ax: Axes) -> None:
-    """Shades the zones of float16's range and labels them.
+
+def _shade_range(ax: Axes, number_format: FloatFormat) -> None:
+    """Shades the zones of a format's range that are on the axis, and labels them.
 
     A label is vertical where the zone is too narrow for it.
     """
+    flush, overflow = number_format.flush_exponent, number_format.max_exponent + 1
     left, right = ax.get_xlim()
-    left = min(left, _FLUSH - 12)
-    right = max(right, _OVERFLOW + 5)
-    near_overflow = _OVERFLOW - NEAR_OVERFLOW_BITS
-    zones = (
-        _Zone(left, _FLUSH, "0.8", f"zero (below {style.power_of_two(_FLUSH)})"),
-        _Zone(_FLUSH, _NORMAL, "0.92", "subnormal"),
-        _Zone(_NORMAL, near_overflow, None, "float16's normal range"),
-        _Zone(near_overflow, _OVERFLOW, "#F6DDE0", f"within {NEAR_OVERFLOW_BITS} bits of overflow"),
-        _Zone(_OVERFLOW, right, "#DDA0A8", "overflow"),
+    if number_format is FLOAT16:
+        left, right = min(left, flush - 12), max(right, overflow + 5)
+    else:
+        left, right = left - _MARGIN_BITS, right + _MARGIN_BITS
+    normal, near_overflow = number_format.min_exponent, overflow - NEAR_OVERFLOW_BITS
+    all_zones = (
+        _Zone(left, flush, "0.8", f"zero (below {style.power_of_two(flush)})"),
+        _Zone(flush, normal, "0.92", "subnormal"),
+        _Zone(normal, near_overflow, None, f"{number_format.name}'s normal range"),
+        _Zone(near_overflow, overflow, "#F6DDE0", f"within {NEAR_OVERFLOW_BITS} bits of overflow"),
+        _Zone(overflow, right, "#DDA0A8", "overflow"),
     )
+    on_axis = (zone.within(left, right) for zone in all_zones)
+    zones = [zone for zone in on_axis if zone.start < zone.stop]
     points_per_bit = ax.get_window_extent().width / ax.figure.dpi * 72 / (right - left)
     for zone in zones:
         if zone.color:
@@ -130,11 +144,11 @@ def _shade_float16(ax: Axes) -> None:
 
 
 def exponents_over_steps(run: Run, ax: Axes | None = None) -> Axes:
-    """Draws the exponents of the loss-scaled gradient over the steps, as a heat map.
+    """Draws the exponents of the gradient, with its loss scale, over the steps, as a heat map.
 
-    A cell extends halfway to the samples before and after it; of more than 1,000 samples,
-    neighbours share a cell. Shares are of all elements, but zeros, NaN and Inf have no exponent and
-    therefore no cell.
+    Lines mark the limits of float16 in a run in float16. A cell extends halfway to the samples
+    before and after it; of more than 1,000 samples, neighbours share a cell. Shares are of all
+    elements, but zeros, NaN and Inf have no exponent and therefore no cell.
 
     Args:
         run: A run with samples.
@@ -154,20 +168,23 @@ def exponents_over_steps(run: Run, ax: Axes | None = None) -> Axes:
     'training step'
     """
     validation.instance("run", run, Run, RUN_EXPECTED)
-    ax = style.axes(ax, "Exponents of the loss-scaled gradient", "training step", _EXPONENT_LABEL)
+    is_float16 = run.format is FLOAT16
+    title = f"Exponents of the {'loss-scaled ' if run.has_loss_scale else ''}gradient"
+    ax = style.axes(ax, title, "training step", _EXPONENT_LABEL)
     newest = {histogram.step: histogram for histogram in run.histograms if histogram.total}
     histograms = [newest[step] for step in sorted(newest)]
     if not histograms:
         return style.empty(ax, "No gradients were sampled.")
-    cells = _cells(histograms)
+    cells = _cells(histograms, FLOAT16 if is_float16 else None)
     top = cells.exponent_edges[-1]
     ax.set_xlim(cells.step_edges[0], cells.step_edges[-1])
     _draw_cells(ax, cells)
     _mark_nonfinite(ax, histograms, top + 1.5)
-    _mark_limits(ax)
+    if is_float16:
+        _mark_limits(ax)
     ax.set_ylim(cells.exponent_edges[0], top + 3)
     style.label_steps(ax, np.array([histogram.step for histogram in histograms]))
-    style.legend_above(ax, title=_zones_title(histograms))
+    style.legend_above(ax, title=_zones_title(histograms, run))
     return ax
 
 
@@ -176,7 +193,8 @@ class _Cells(NamedTuple):
 
     Args:
         step_edges: The edges along the steps.
-        exponent_edges: The edges along the exponents, which cover all counts and float16's range.
+        exponent_edges: The edges along the exponents, which cover all counts and the range of
+            float16 in a run in float16.
         shares: The share of elements in each cell, of shape `(exponents, steps)`.
     """
 
@@ -185,7 +203,7 @@ class _Cells(NamedTuple):
     shares: np.ndarray
 
 
-def _cells(histograms: Sequence[ExponentHistogram]) -> _Cells:
+def _cells(histograms: Sequence[ExponentHistogram], number_format: FloatFormat | None) -> _Cells:
     steps = np.array([histogram.step for histogram in histograms], np.float64)
     middles = (steps[1:] + steps[:-1]) / 2
     before = after = 0.5
@@ -204,9 +222,11 @@ def _cells(histograms: Sequence[ExponentHistogram]) -> _Cells:
         totals.append(float(sum(one.total for one in group)))
 
     exponents = histograms[0].exponents
-    filled = exponents[np.any(counts, axis=0)]
-    low = min([_SUBNORMAL - 4, *filled[:1]])
-    high = max([_OVERFLOW, *(filled[-1:] + 1)])
+    shown = list(exponents[np.any(counts, axis=0)]) or [-1]
+    low, high = shown[0] - _MARGIN_BITS, shown[-1] + _MARGIN_BITS
+    if number_format:
+        low = min(number_format.min_subnormal_exponent - _MARGIN_BITS, shown[0])
+        high = max(number_format.max_exponent, shown[-1]) + 1
     is_shown = (exponents >= low) & (exponents < high)
     shares = np.array(counts) / np.array(totals)[:, None]
     return _Cells(edges, np.arange(low, high + 1), shares[:, is_shown].T)
@@ -245,9 +265,9 @@ def _mark_nonfinite(ax: Axes, histograms: Sequence[ExponentHistogram], y: float)
 def _mark_limits(ax: Axes) -> None:
     """Draws the limits of float16 as lines across the steps."""
     limits = {
-        "overflow from": _OVERFLOW,
-        "subnormal below": _NORMAL,
-        "smallest subnormal,": _SUBNORMAL,
+        "overflow from": FLOAT16.max_exponent + 1,
+        "subnormal below": FLOAT16.min_exponent,
+        "smallest subnormal,": FLOAT16.min_subnormal_exponent,
     }
     for label, exponent in limits.items():
         ax.axhline(exponent, color="white", linewidth=2)
@@ -258,21 +278,28 @@ def _mark_limits(ax: Axes) -> None:
         limit.set_bbox({"facecolor": "white", "alpha": 0.85, "linewidth": 0, "pad": 0.8})
 
 
-def _zones_title(histograms: Sequence[ExponentHistogram]) -> str:
-    """Returns the shares of elements that float16 holds as zero, with fewer bits, or not at all."""
+def _zones_title(histograms: Sequence[ExponentHistogram], run: Run) -> str:
+    """Returns the shares of elements that float16 holds as zero, with fewer bits, or not at all.
+
+    Of a run in another format, those that are zero, or not finite.
+    """
     zones = Counter[str]()
     for histogram in histograms:
         zones.update(histogram.zones)
     total = zones.total()
-    zero = zones["zero"] + zones["below_subnormal"]
-    parts = [
-        f"{_whole_percent(zero / total)} zero",
-        f"{_whole_percent(zones['subnormal'] / total)} subnormal",
-    ]
+    gradient = "the loss-scaled gradient" if run.has_loss_scale else "the gradient"
+    parts = [f"{_whole_percent(zones['zero'] / total)} zero"]
+    if run.format is FLOAT16:
+        gradient += " in float16"
+        zero = zones["zero"] + zones["below_subnormal"]
+        parts = [
+            f"{_whole_percent(zero / total)} zero",
+            f"{_whole_percent(zones['subnormal'] / total)} subnormal",
+        ]
     nonfinite = zones["inf"] + zones["nan"]
     if nonfinite:
         parts.append(f"{_whole_percent(nonfinite / total)} Inf or NaN")
-    return f"Of the loss-scaled gradient in float16: {', '.join(parts)}"
+    return f"Of {gradient}: {', '.join(parts)}"
 
 
 def _whole_percent(share: float) -> str:

@@ -15,6 +15,7 @@ from kmp.records import Run
 from kmp.records.replay import LayerError
 from kmp.records.run import RUN_EXPECTED
 from kmp.utils import validation
+from kmp.utils.float_formats import FLOAT16, FLOAT32
 
 _LOWEST = 1e-6  # smaller errors, such as those of float32 layers, are drawn at the edge
 _MOST_NAMES = 14
@@ -50,6 +51,8 @@ def layer_errors(run: Run, ax: Axes | None = None) -> Axes:
     title = "Difference from float32 by layer"
     ax = style.axes(ax, title, "relative error of outputs", "layer, first to last")
     comparisons = run.comparisons
+    if run.format is FLOAT32:
+        return style.empty(ax, "The run computed in float32.")
     if not comparisons or not comparisons[-1][1].layer_errors:
         return style.empty(ax, "No batch was compared with float32.")
     step, replay = comparisons[-1]
@@ -110,8 +113,8 @@ class _Overflows(NamedTuple):
 def overflowing_variables(run: Run, ax: Axes | None = None, top: int = 10) -> Axes:
     """Draws how often each variable overflowed, and how often it was the overflow origin.
 
-    A variable overflowed if its gradient was not finite. An overflow spreads to all variables
-    nearer the input. Its origin is the variable where it began.
+    A variable overflowed if its gradient was NaN or Inf, in any number format. An overflow spreads
+    to all variables nearer the input. Its origin is the variable where it began.
 
     Args:
         run: A run with `overflows_by_variable` and `overflow_origins_by_variable`. The newest
@@ -135,26 +138,29 @@ def overflowing_variables(run: Run, ax: Axes | None = None, top: int = 10) -> Ax
     """
     validation.instance("run", run, Run, RUN_EXPECTED)
     top = validation.positive_integer("top", top)
-    ax = style.axes(ax, "Variables that overflowed", "training steps", "variable")
+    is_float16 = run.format is FLOAT16
+    title = "Variables that overflowed" if is_float16 else "Variables with NaN or Inf gradients"
+    ax = style.axes(ax, title, "training steps", "variable")
     overflows = run.last("overflows_by_variable")
     origins = run.last("overflow_origins_by_variable")
     if overflows is None and origins is None:
-        return style.empty(ax, "Overflows were not counted by variable.")
+        what = "Overflows" if is_float16 else "NaN and Inf"
+        return style.empty(ax, f"{what} were not counted by variable.")
     counts = _worst_first(overflows or {}, origins or {})
     if not counts:
-        return style.empty(ax, "No overflow.")
+        return style.empty(ax, "No overflow." if is_float16 else "No gradient was NaN or Inf.")
     if len(counts) > top:
         ax.set_ylabel(f"variable (the worst {top} of {len(counts)})")
     shown = dict(list(counts.items())[:top])
     _draw_bars(ax, shown)
 
-    title = None
     path, worst = next(iter(shown.items()))
     if worst.origin:
         (name,) = style.short_names([path], _TITLE_LENGTH)
         total = sum(count.origin for count in counts.values())
         # In two lines: long names of variables leave little width for the axes.
-        title = f"{worst.origin:,} of {total:,} overflows begin at\n{name}"
+        what = "overflows" if is_float16 else "NaN or Inf gradients"
+        title = f"{worst.origin:,} of {total:,} {what} begin at\n{name}"
     style.legend_above(ax, title=title)
     return ax
 

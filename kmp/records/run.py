@@ -16,6 +16,7 @@ from kmp.records.gradient_sample import GradientSample
 from kmp.records.jsonl import FILE_NAME, SAMPLE_KEYS, read_log
 from kmp.records.replay import Replay
 from kmp.utils import validation
+from kmp.utils.float_formats import FLOAT16, FloatFormat, computing_format
 from kmp.utils.names import printable
 
 RUN_EXPECTED = "a kmp.records.Run, such as kmp.load_run(log_dir) returns"  # in messages
@@ -90,6 +91,21 @@ class Run:
         """The settings of the run, see `kmp.records`; empty if the header has none."""
         settings = self.header.get("settings")
         return dict(settings) if isinstance(settings, Mapping) else {}
+
+    @property
+    def format(self) -> FloatFormat:
+        """The number format that limits the run: of a mixed precision, the one with 16 bits.
+
+        float16 if the header does not have the dtypes that the layers compute in.
+        """
+        return computing_format(self.settings.get("compute_dtypes", [FLOAT16.name]))
+
+    @property
+    def has_loss_scale(self) -> bool:
+        """Whether a loss scale matters: float16 needs one, and other formats may have one."""
+        settings = self.settings
+        is_one = settings.get("rule") == "FixedScale" and settings.get("initial_scale") == 1.0
+        return self.format is FLOAT16 or not is_one
 
     @property
     def metrics(self) -> dict[str, tuple[np.ndarray, np.ndarray]]:

@@ -1,6 +1,7 @@
 """The figures of a report, embedded as `data:` URLs."""
 
 import base64
+import functools
 import io
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -14,8 +15,9 @@ from kmp.advice.wording import skipped
 from kmp.diagnosis.soundness import error_origin
 from kmp.report.run_comparison import main_metrics
 from kmp.report.run_summary import RunSummary
-from kmp.report.run_tables import NOT_SAMPLED, other_scales
+from kmp.report.run_tables import ALL_FINITE, NOT_SAMPLED, other_scales
 from kmp.report.texts import number, scale, share, share_of
+from kmp.utils.float_formats import FLOAT16
 
 _INCHES = (5.2, 3.6)
 
@@ -41,16 +43,19 @@ class ReportFigure:
 def figures(summary: RunSummary) -> dict[str, ReportFigure]:
     """Returns the figures of a run, by the names of the functions in `kmp.plots` that draw them.
 
-    Without a comparison of layers with float32, there is no `layer_errors`.
+    Without a comparison of layers with float32, there is no `layer_errors`; without a loss scale,
+    no `loss_scale`; and in another format than float16, no `what_if`.
     """
-    found = {
-        "loss_scale": _loss_scale(summary),
-        "gradient_exponents": _gradient_exponents(summary),
-        "exponents_over_steps": _exponents_over_steps(summary),
-        "what_if": _what_if(summary),
-        "overflowing_variables": _overflowing_variables(summary),
-    }
-    comparisons = summary.run.comparisons
+    metrics = summary.metrics
+    found: dict[str, ReportFigure] = {}
+    if metrics.has_loss_scale:
+        found["loss_scale"] = _loss_scale(summary)
+    found["gradient_exponents"] = _gradient_exponents(summary)
+    found["exponents_over_steps"] = _exponents_over_steps(summary)
+    if metrics.format is FLOAT16:
+        found["what_if"] = _what_if(summary)
+    found["overflowing_variables"] = _overflowing_variables(summary)
+    comparisons = metrics.comparisons
     if comparisons and comparisons[-1][1].layer_errors:
         found["layer_errors"] = _layer_errors(summary)
     return found
@@ -72,19 +77,20 @@ def _gradient_exponents(summary: RunSummary) -> ReportFigure:
     sample = summary.run.last("sample")
     if sample is None:
         return ReportFigure(NOT_SAMPLED)
-    caption = (
-        "The newest sample. Below float16's normal range precision is lost; above it is overflow."
-    )
-    histogram = sample.histogram
+    caption = "The newest sample."
+    histogram, name = sample.histogram, summary.metrics.format.name
     zones, total = histogram.zones, histogram.total
-    below = zones["subnormal"] + zones["below_subnormal"]
-    above = zones["near_overflow"] + zones["beyond"]
     alt = (
         f"Histogram of the gradients' binary exponents in step {sample.step}:"
-        f" {share_of(zones['zero'], total)} zero, {share_of(below, total)} below float16's"
-        f" normal range, {share_of(above, total)} near overflow or above."
+        f" {share_of(zones['zero'], total)} zero"
     )
-    return ReportFigure(caption, alt, _svg(plots.gradient_exponents, histogram))
+    if summary.metrics.format is FLOAT16:
+        caption += " Below float16's normal range precision is lost; above it is overflow."
+        below = share_of(zones["subnormal"] + zones["below_subnormal"], total)
+        above = share_of(zones["near_overflow"] + zones["beyond"], total)
+        alt += f", {below} below float16's normal range, {above} near overflow or above"
+    draw = functools.partial(plots.gradient_exponents, dtype=name)
+    return ReportFigure(caption, f"{alt}.", _svg(draw, histogram))
 
 
 def _exponents_over_steps(summary: RunSummary) -> ReportFigure:
@@ -111,21 +117,23 @@ def _what_if(summary: RunSummary) -> ReportFigure:
 
 def _overflowing_variables(summary: RunSummary) -> ReportFigure:
     run, metrics = summary.run, summary.metrics
+    is_float16 = metrics.format is FLOAT16
     if not run.last("overflows_by_variable"):
-        is_counted = metrics.skipped_steps is not None
-        return ReportFigure(
-            "No variable overflowed." if is_counted else "Overflows were not counted."
-        )
+        if metrics.skipped_steps is None:
+            return ReportFigure(f"{'Overflows' if is_float16 else 'NaN and Inf'} were not counted.")
+        return ReportFigure("No variable overflowed." if is_float16 else ALL_FINITE)
     alt = "Skipped steps by variable"
     path, part = metrics.main_overflow_origin
     if path:
         alt += f"; {path} was the overflow origin in {share(part)} of those with a finite loss"
     caption = "The variables that overflowed, and the overflow origins."
+    if not is_float16:
+        caption = "The variables whose gradients were NaN or Inf, and where that began."
     return ReportFigure(caption, f"{alt}.", _svg(plots.overflowing_variables, run))
 
 
 def _layer_errors(summary: RunSummary) -> ReportFigure:
-    step, replay = summary.run.comparisons[-1]
+    step, replay = summary.metrics.comparisons[-1]
     caption = (
         "How far the outputs of each layer are from float32, relative to how they vary between"
         " examples, and the part that the layer adds to it."

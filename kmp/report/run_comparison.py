@@ -60,11 +60,9 @@ def _rows_of_metrics(runs: Sequence[RunSummary], metrics: Sequence[str]) -> tupl
 
 
 def _rows_of_counts(runs: Sequence[RunSummary]) -> tuple[Row, ...]:
-    rows = []
-    for of_runs in zip(*(run.counts for run in runs), strict=True):  # all runs have the same ones
-        name, _ = of_runs[0]
-        rows.append((name, *(value for _, value in of_runs)))
-    return tuple(rows)
+    counts = [dict(run.counts) for run in runs]
+    names = max(counts, key=len)  # a run without a loss scale has one less
+    return tuple((name, *(each.get(name, "none") for each in counts)) for name in names)
 
 
 def _names_of_metrics(runs: Sequence[RunSummary]) -> list[str]:

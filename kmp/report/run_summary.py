@@ -17,6 +17,7 @@ from kmp.utils import validation
 Pairs = tuple[tuple[str, str], ...]
 
 NO_PROBLEM = "no problem"
+LOSS_SCALE = "current loss scale"  # a count that not every run has
 VALIDATION, LEARNING_RATE = "val_", "learning_rate"  # in the names of metrics
 
 
@@ -59,16 +60,17 @@ class RunSummary:
     @property
     def _is_known(self) -> bool:
         """Whether the run can be diagnosed: it has a finding, or samples of finite gradients."""
-        return bool(self.advice) or self.metrics.curve is not None
+        metrics = self.metrics
+        return bool(self.advice or metrics.finite_samples) or metrics.curve is not None
 
     @property
     def subtitle(self) -> str:
-        """Model, optimizer, compute dtypes, loss scale and steps, in one line."""
+        """Model, optimizer, compute dtypes, loss scale if it matters, and steps, in one line."""
         metrics, settings = self.metrics, self.metrics.settings
         parts = [str(settings[key]) for key in ("model", "optimizer") if settings.get(key)]
         if "compute_dtypes" in settings:
             parts.append(f"computed in {metrics.dtypes}")
-        if math.isfinite(metrics.scale):
+        if math.isfinite(metrics.scale) and metrics.has_loss_scale:
             rule = "fixed" if metrics.is_fixed else "dynamic"
             parts.append(f"{rule} loss scale {scale(metrics.scale)}")
         parts.append(f"{metrics.last_step} steps")
@@ -89,7 +91,10 @@ class RunSummary:
 
     @cached_property
     def counts(self) -> Pairs:
-        """Named numbers of the run without the metrics of its epochs; every run has the same."""
+        """Named numbers of the run without the metrics of its epochs.
+
+        Every run has the same, but that of the loss scale.
+        """
         metrics, last = self.metrics, self.run.last
         _, losses = self.run.series("last_loss")
         count = metrics.skipped_steps
@@ -98,13 +103,14 @@ class RunSummary:
             skipped, origin = str(count), "none"
         if count:
             skipped += f" ({share_of(count, metrics.last_step)})"
+        loss_scale = ((LOSS_SCALE, scale(metrics.scale)),) if metrics.has_loss_scale else ()
         return (
             ("computed in", metrics.dtypes if self.run.settings else UNKNOWN),
             ("steps", str(metrics.last_step)),
             ("skipped steps", skipped),
             ("of these with a non-finite loss", str(last("nonfinite_loss_count", UNKNOWN))),
             ("last overflow origin", last("overflow_origin") or origin),
-            ("current loss scale", scale(metrics.scale)),
+            *loss_scale,
             ("first loss", number(losses[0]) if losses.size else UNKNOWN),
             ("last loss", number(losses[-1]) if losses.size else UNKNOWN),
             ("gradient elements that are zero", share(last("grad_zeros"))),
@@ -116,8 +122,11 @@ class RunSummary:
     def settings(self) -> Pairs:
         """The settings of the run, from the header of its log."""
         settings = {**self.run.header, **self.run.settings}
-        for hidden in ("schema", "kind", "settings", "float32_variables"):
-            settings.pop(hidden, None)
+        hidden = ["schema", "kind", "settings", "float32_variables"]
+        if not self.metrics.has_loss_scale:
+            hidden += ["rule", "loss_scale", "initial_scale", "settings_call"]
+        for key in hidden:
+            settings.pop(key, None)
         return tuple((key, _setting(key, value)) for key, value in settings.items())
 
 

@@ -1,7 +1,7 @@
 """The tables of a run: errors and gradients by layer, overflow by variable, other loss scales."""
 
 import heapq
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from kmp.advice import WhatIf
 from kmp.advice.wording import skipped
@@ -21,19 +21,22 @@ from kmp.report.texts import (
     share_of,
     with_omitted,
 )
+from kmp.utils.float_formats import FLOAT16
 
+ALL_FINITE = "No gradient was NaN or Inf."
 NOT_SAMPLED = "No gradients were sampled. Attach kmp.callbacks.defaults() to sample them."
 
 _MOST_ERRORS = 12
 
 # Of the table by layer: the headings, and the zones of float16's range (`ExponentHistogram.zones`)
 # that they add up.
-_ZONES = {
+_ZONES_OF_FLOAT16 = {
     "zero": ("zero",),
     "subnormal": ("subnormal", "below_subnormal"),
     "near overflow": ("near_overflow", "beyond"),
     "NaN, Inf": ("inf", "nan"),
 }
+_ZONES = {name: _ZONES_OF_FLOAT16[name] for name in ("zero", "NaN, Inf")}  # of other formats
 
 
 def layer_errors(run: RunSummary) -> Table:
@@ -41,7 +44,7 @@ def layer_errors(run: RunSummary) -> Table:
 
     The run has a comparison with float32. The layer where a harmful error begins is marked.
     """
-    step, replay = run.run.comparisons[-1]
+    step, replay = run.metrics.comparisons[-1]
     worst = heapq.nlargest(
         _MOST_ERRORS, replay.layer_errors, key=lambda each: (each.new_error or 0.0, each.error)
     )
@@ -83,28 +86,37 @@ def gradients(run: RunSummary) -> Table:
     shown = names[:MAX_ROWS]
     measured = next((each for each in reversed(run.run.samples) if each.has_update), None)
     updates = {} if measured is None else _updates_by_layer(measured, shown)
+    is_float16 = run.metrics.format is FLOAT16
+    of_updates = ("update / weight", "updates lost") if is_float16 else ("update / weight",)
+    nothing = ("",) * len(of_updates)
+    zones = _ZONES_OF_FLOAT16 if is_float16 else _ZONES
     layers, rows = _by_layer(sample, shown), []
     for name, amax, norm in zip(layers.names, layers.amax, layers.norm, strict=True):
         sizes = number(amax), number(norm)
-        rows.append((name, *_shares(layers[name]), *sizes, *updates.get(name, ("", ""))))
+        shares = _shares(layers[name], zones)
+        rows.append((name, *shares, *sizes, *updates.get(name, nothing)[: len(of_updates)]))
     measured_in = f"in step {measured.step}" if measured else "not measured"
     note = (
-        f"Step {sample.step}, loss scale {scale(sample.loss_scale)}. Of the loss-scaled gradient:"
-        " subnormal is below 2^-14, near overflow is 2^13 and above, and amax is the largest"
-        f" magnitude. The norm is of the unscaled gradient. Updates ({measured_in}): their norm"
-        " over that of the weights, and the share of updates below 2^-11 of their weight, most of"
-        " which a float16 weight would lose."
+        f"Step {sample.step}. Amax is the largest magnitude of a gradient. Updates ({measured_in}):"
+        " their norm over that of the weights."
     )
-    columns = ("layer", "elements", *_ZONES, "amax", "norm", "update / weight", "updates lost")
+    if is_float16:
+        note = (
+            f"Step {sample.step}, loss scale {scale(sample.loss_scale)}. Of the loss-scaled"
+            " gradient: subnormal is below 2^-14, near overflow is 2^13 and above, and amax is the"
+            f" largest magnitude. The norm is of the unscaled gradient. Updates ({measured_in}):"
+            " their norm over that of the weights, and the share of updates below 2^-11 of their"
+            " weight, most of which a float16 weight would lose."
+        )
+    columns = ("layer", "elements", *zones, "amax", "norm", *of_updates)
     return Table(columns, tuple(rows), with_omitted(note, len(names)))
 
 
-def _shares(histogram: ExponentHistogram) -> Iterator[str]:
-    """Yields the number of elements, and the share of each zone in `_ZONES`."""
+def _shares(histogram: ExponentHistogram, zones: Mapping[str, Sequence[str]]) -> Iterator[str]:
+    """Yields the number of elements, and the share of each zone."""
     yield f"{histogram.total:,}"
-    for zones in _ZONES.values():
-        count = sum(histogram.zones[zone] for zone in zones)
-        yield share_of(count, histogram.total)
+    for parts in zones.values():
+        yield share_of(sum(histogram.zones[part] for part in parts), histogram.total)
 
 
 def _by_layer(sample: GradientSample, layers: Collection[str]) -> GradientSample:
@@ -125,6 +137,23 @@ def _updates_by_layer(sample: GradientSample, layers: Collection[str]) -> dict[s
     return {name: (number(ratio), share_of(lost, count)) for name, ratio, lost, count in rows}
 
 
+def nonfinite_variables(run: RunSummary) -> Table:
+    """Returns how often the gradient of each variable was NaN or Inf, and the origin of it."""
+    columns = {
+        "origin": run.run.last("overflow_origins_by_variable", {}),
+        "not finite": run.run.last("overflows_by_variable", {}),
+    }
+    if not any(columns.values()):
+        is_counted = run.metrics.skipped_steps is not None
+        return Table(note=ALL_FINITE if is_counted else "NaN and Inf were not counted.")
+    note = (
+        "Not finite: steps in which the variable's gradient was NaN or Inf. Origin: of these, those"
+        " in which it was the variable nearest the loss. A step with a non-finite loss has no"
+        " origin."
+    )
+    return _by_variable(columns, note)
+
+
 def overflow_and_underflow(run: RunSummary) -> Table:
     """Returns how often each variable overflowed and underflowed, and was the origin of it."""
     metrics = run.metrics
@@ -134,16 +163,10 @@ def overflow_and_underflow(run: RunSummary) -> Table:
         "underflow origin": metrics.underflow_origins,
         "underflowed": metrics.underflows,
     }
-    counted: dict[str, list[int]] = {}
-    for index, counts in enumerate(columns.values()):
-        for name, count in counts.items():
-            counted.setdefault(name, [0] * len(columns))[index] = count
-    if not counted:
+    if not any(columns.values()):
         is_counted = metrics.skipped_steps is not None
         overflow = "No variable overflowed" if is_counted else "Overflows were not counted"
         return Table(note=f"{overflow}, and no underflow was detected.")
-    worst = heapq.nlargest(MAX_ROWS, counted, key=counted.__getitem__)
-    rows = [(name, *map(str, counted[name])) for name in worst]
     note = (
         "Overflowed: steps in which the variable's gradient was not finite. Underflowed: of"
         f" {len(metrics.finite_samples)} samples, those in which more than 5 % of its nonzero"
@@ -151,11 +174,27 @@ def overflow_and_underflow(run: RunSummary) -> Table:
         " these, those in which it was the variable nearest the loss. A step with a non-finite"
         " loss has no overflow origin."
     )
+    return _by_variable(columns, note)
+
+
+def _by_variable(columns: Mapping[str, Mapping[str, int]], note: str) -> Table:
+    """Returns counts by variable, those with the highest first."""
+    counted: dict[str, list[int]] = {}
+    for index, counts in enumerate(columns.values()):
+        for name, count in counts.items():
+            counted.setdefault(name, [0] * len(columns))[index] = count
+    worst = heapq.nlargest(MAX_ROWS, counted, key=counted.__getitem__)
+    rows = [(name, *map(str, counted[name])) for name in worst]
     return Table(("variable", *columns), tuple(rows), with_omitted(note, len(counted)))
 
 
 def other_scales(run: RunSummary) -> Table:
-    """Returns what float16 would lose of the sampled gradients at constant loss scales."""
+    """Returns what float16 would lose of the sampled gradients at constant loss scales.
+
+    An empty table for a run in another format.
+    """
+    if run.metrics.format is not FLOAT16:
+        return Table()
     curve = run.metrics.curve
     if curve is None:
         return Table(note="No sampled gradient was finite." if run.metrics.samples else NOT_SAMPLED)

@@ -50,7 +50,7 @@ def _single_run(run: RunSummary) -> Iterator[RenderableType]:
     yield from _findings(run)
     yield Text()
     yield from _table(Table(("", ""), run.numbers))
-    scales = other_scales(run)
+    scales = other_scales(run)  # empty unless the run is in float16
     if scales.rows:
         yield Text()
     yield from _table(scales)

@@ -1,6 +1,7 @@
 """The floating-point formats of mixed precision, and their limits, such as 65504 and 2^-24."""
 
 import math
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import ml_dtypes
@@ -47,6 +48,17 @@ class FloatFormat:
 FLOAT16, BFLOAT16, FLOAT32 = map(FloatFormat.of, ("float16", "bfloat16", "float32"))
 FORMATS_16_BIT = {FLOAT16.name: FLOAT16, BFLOAT16.name: BFLOAT16}  # those of mixed precision
 DTYPES_16_BIT = tuple(FORMATS_16_BIT)
+FORMATS = (*FORMATS_16_BIT.values(), FLOAT32)  # the least range first
+
+
+def computing_format(dtypes: Collection[str]) -> FloatFormat:
+    """Returns the format of `FORMATS` that limits a model whose layers compute in these dtypes.
+
+    Example:
+    >>> computing_format(["bfloat16", "float32"]).name
+    'bfloat16'
+    """
+    return next((each for each in FORMATS if each.name in dtypes), FLOAT32)
 
 
 def is_power_of_two(number: float) -> bool:

@@ -5,6 +5,7 @@ import re
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 from conftest import make_replay, sample_from
 
@@ -487,14 +488,47 @@ def test_verdict_reassures_of_nothing_that_was_not_measured(case):
     assert " Measured: " in rest
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_verdict_of_another_precision_is_about_that(dtype):
-    verdict = advice_of(row(1), row(100), compute_dtypes=[dtype]).verdict
-    assert (
-        verdict
-        == f"0 of 100 steps were skipped. The run computed in {dtype}, where gradients need no loss"
-        " scale."
+WITHOUT_SCALE = {"rule": "FixedScale", "initial_scale": 1.0}
+
+
+def test_verdict_of_float32_says_what_was_seen_and_compares_nothing():
+    settings = WITHOUT_SCALE | {"compute_dtypes": ["float32"]}
+    rows = compared(row(1), 0.0), row(50, zeros=900), compared(row(100), 0.0)
+    assert advice_of(*rows, **settings).verdict == (
+        "Nothing is wrong with this float32 run that kmp can see: 0 of 100 steps were skipped, the"
+        " norm of the gradients was 1 in 3 samples."
     )
+    with_updates = with_update_norms(row(1), 0.5), with_update_norms(row(100), 0.02)
+    assert advice_of(*with_updates, **settings).verdict.endswith(
+        "in 2 samples, and no update seen was larger than 0.5 times the weights."
+    )
+    assert advice_of({"step": 100, "overflow_count": 0}, **settings).verdict == (
+        "It is not known whether anything is wrong with this float32 run. Not measured: gradients,"
+        " because none were sampled; to find out: a run with kmp.callbacks.defaults() whose steps"
+        " are finite. Measured: 0 of 100 steps were skipped."
+    )
+
+
+def with_update_norms(record, norm):
+    """Adds the norms of the weights, 1, and of their update to the sample of a record."""
+    sample = replace(record["sample"], weight_norm=np.array([1.0]), update_norm=np.array([norm]))
+    return record | {"sample": sample}
+
+
+def test_verdict_of_bfloat16_is_about_rounding_and_not_about_its_range():
+    settings = WITHOUT_SCALE | {"compute_dtypes": ["bfloat16", "float32"]}
+    errors = [GradientError("net", 0.06, 1.0, 1.0, 0.5)]
+    # Zeros and gradients of 2^-100 are no underflow, because bfloat16 has float32's range.
+    small = [row(step, zeros=900, exponent=-100) for step in (1, 50, 100)]
+    first, last = compared(small[0], 0.01), compared(small[2], 0.005, gradient_errors=errors)
+    assert advice_of(first, small[1], last, **settings).verdict == (
+        "bfloat16 does not hurt this run: in 2 batches the outputs differ from float32 by at most"
+        " 1.00%, and the gradients of a layer by at most 6.0%; 0 of 100 steps were skipped."
+    )
+    verdict = advice_of(first, small[1], small[2], **settings).verdict
+    assert verdict.startswith("It is not known whether bfloat16 hurts this run. Not measured: how")
+    assert "only 1 batch of the run was compared" in verdict
+    assert "scale" not in verdict
 
 
 @pytest.mark.parametrize("output_error", [0.001, 0.2])

@@ -91,11 +91,11 @@ def make_run(
     steps=300,
     **settings,
 ):
-    """Returns a run at a fixed scale of 16.
+    """Returns a run at a fixed scale, of 16 unless the settings have another.
 
-    It underflows, skips steps, or is healthy with a large `shift`.
+    In float16 it underflows, skips steps, or is healthy with a large `shift`.
     """
-    rows = []
+    rows, scale = [], settings.get("initial_scale", 16.0)
     for step in range(10, steps + 1, 10):
         count = skipped * step // steps
         counters = {
@@ -111,10 +111,10 @@ def make_run(
             "overflow_origins_by_variable": {names[-1]: count} if count else {},
             "last_loss": 3 / step,
         }
-        rows.append({"step": step, "loss_scale": 16.0, "clean_steps": step})
+        rows.append({"step": step, "loss_scale": scale, "clean_steps": step})
         rows.append({"step": step, "overflow_origin": names[-1] if count else None} | counters)
         if step % 50 == 0:
-            rows.append(record_of(sample(step, names, shift)))
+            rows.append(record_of(sample(step, names, shift, scale)))
     return Run(rows, header(**settings))
 
 
@@ -131,11 +131,16 @@ def make_compared_run(layers=("m/first", "m/last"), **arguments):
     return run
 
 
+def make_run_without_scale(*dtypes, **arguments):
+    """Returns a run whose layers compute in these dtypes, with the loss scale that they get."""
+    return make_run(shift=20, compute_dtypes=list(dtypes), initial_scale=1.0, **arguments)
+
+
 def make_three_runs():
     return {
-        "float32": make_run(shift=20, compute_dtypes=["float32"]),
+        "float32": make_run_without_scale("float32"),
         "float16": make_run(),
-        "bfloat16": make_run(shift=20, compute_dtypes=["bfloat16", "float32"]),
+        "bfloat16": make_run_without_scale("bfloat16", "float32"),
     }
 
 
@@ -268,7 +273,7 @@ def test_page_is_reproducible_and_leaves_matplotlib_as_it_was(page_of_one):
 
 
 def test_comparison_with_float32_follows_the_findings_of_a_run_that_has_one(without_figures):
-    title = "Float16 against float32, layer by layer"
+    title = "Difference from float32, layer by layer"
     run = make_compared_run()
     page = report.html({"first": run})
     positions = [
@@ -339,7 +344,8 @@ def test_page_of_several_runs_has_a_comparison_and_then_each_run(without_figures
     text = text_of(page)
     positions = [text.index(part) for part in ("3 runs compared", "computed in", "side by side")]
     assert positions == sorted(positions)
-    assert len(loaded_by(page)) == 3 * 4
+    # Only the run in float16 has figures of the loss scale and of others.
+    assert len(loaded_by(page)) == 3 * 2 + 2
     for run in runs.values():
         assert text.count(normalized(kmp.advise(run).verdict)) >= 2
 
