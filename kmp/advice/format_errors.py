@@ -75,4 +75,4 @@ def _at(loss_scales: Sequence[float]) -> str:
 
 
 def _percent(error: float) -> str:
-    return "less than 0.01 %" if 0 < error < 5e-5 else percent(error)
+    return "0.01 %" if 0 < error < 5e-5 else percent(error)  # the text says "at most"

@@ -113,9 +113,9 @@ def test_nan_of_one_batch_is_told_from_the_errors_of_the_other():
         step_5=replay(compared(0.00001, 0.001), compared(0.004, 0.01)),
     )
     assert table.intro == (
-        "In the batches of steps 1 and 5, the outputs differ from float32 by at most less than"
-        " 0.01 % in float16 where it is finite and 0.40 % in bfloat16, and the gradients of a layer"
-        " by at most 0.10 % and 1.00 %. float16 fails: in step 1, MatMul in layer 'last' returns"
+        "In the batches of steps 1 and 5, the outputs differ from float32 by at most 0.01 %"
+        " in float16 where it is finite and 0.40 % in bfloat16, and the gradients of a layer by at"
+        " most 0.10 % and 1.00 %. float16 fails: in step 1, MatMul in layer 'last' returns"
         " NaN."
     )
 
