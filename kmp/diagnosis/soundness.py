@@ -36,12 +36,14 @@ def unconverged(errors: Sequence[GradientError]) -> list[GradientError]:
 
 
 def is_harmful_gradient(error: GradientError) -> bool:
-    """Whether the error is large, and above the sampling noise: as a whole, or the lost part."""
+    """Whether the error is large, and far above the sampling noise, or its lost part above it."""
     if error.error <= thresholds.HARMFUL_GRADIENT_ERROR:
         return False
     noise = error.noise or 0.0
     lost = 1.0 - error.kept
-    return error.error > noise or lost > max(noise, thresholds.HARMFUL_GRADIENT_ERROR)
+    if error.error > thresholds.BEYOND_NOISE * noise:
+        return True
+    return lost > max(noise, thresholds.HARMFUL_GRADIENT_ERROR)
 
 
 def is_harmful_state(error: StateError) -> bool:

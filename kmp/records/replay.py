@@ -406,8 +406,9 @@ class Replay:
     Args:
         examples: How many examples of the batch were replayed.
         loss_scale: The loss scale in use.
-        loss: The loss in the precision of the model; `None` if it is not finite.
-        float32_loss: The loss in float32; `None` if it is not finite.
+        loss: The loss in the precision of the model; `None` if it is not finite, or not known, as
+            of a training step that scales no loss because none has to be scaled.
+        float32_loss: The loss in float32; `None` if it is not finite or not known.
         is_finite: Whether the loss and all gradients were finite in the precision of the model.
         is_finite_in_float32: Whether they were in float32.
         is_forward_only: Whether only the forward pass was replayed.

@@ -166,12 +166,13 @@ class _BatchReplay:
         self._context = context
         batch_size = context.batch_size or passes.examples
         self._share = _share_of_batch(passes, batch_size)
-        self._passes = replace(passes, factor=context.loss_scale * self._share)
-        later = passes.deadline + _SEARCH_SECONDS
-        self._searching = replace(self._passes, deadline=later)
         dtypes = compute_dtypes(passes.model)
         self._has_float16 = FLOAT16.name in dtypes
         self._has_16_bits = not dtypes.isdisjoint(DTYPES_16_BIT)
+        factor = context.loss_scale * self._share if self._has_float16 else 1.0
+        self._passes = replace(passes, factor=factor)
+        later = passes.deadline + _SEARCH_SECONDS
+        self._searching = replace(self._passes, deadline=later)
 
     def run(self) -> tuple[Replay, GradientSample | None]:
         """Returns the results of `replay_batch`."""
@@ -209,9 +210,7 @@ class _BatchReplay:
 
     def _in_own_precision(self, exact: PassResult) -> PassResult:
         """Returns the pass in the precision of the model, which may be that in float32."""
-        if self._has_16_bits or self._context.loss_scale != 1.0:
-            return self._passes.in_own_precision(reference=exact)
-        return exact
+        return self._passes.in_own_precision(reference=exact) if self._has_16_bits else exact
 
     def _in_float32(self, batch: BatchCheck) -> tuple[PassResult | None, BatchCheck]:
         """Returns the pass in float32, and the batch with its invalid targets.
@@ -251,7 +250,7 @@ class _BatchReplay:
         )
 
     def _finite_loss(self, result: PassResult) -> float | None:
-        has_loss = self._passes.step.run is not None and math.isfinite(result.loss)
+        has_loss = result.knows_loss and math.isfinite(result.loss)
         return result.loss if has_loss else None
 
     def _gradient_range(self, own: PassResult, exact: PassResult) -> GradientRange:

@@ -23,6 +23,7 @@ from kmp.backend.tensorflow_internals import (
 from kmp.backend.undo import Context, Undos
 from kmp.gradients.gradient_sampler import paths_of
 from kmp.gradients.tensor_statistics import gradient_statistics
+from kmp.optimizer import LossScaleOptimizer
 from kmp.records import GradientSample
 from kmp.records.replay import LossyOperation
 from kmp.replay.arrays import array_of
@@ -35,6 +36,7 @@ from kmp.replay.instruments import (
 )
 from kmp.replay.layer_marks import LayerMarks
 from kmp.replay.nonfinite_operations import NonfiniteOperations
+from kmp.scaling import NO_SCALE
 from kmp.utils.float_formats import FLOAT32
 
 
@@ -42,8 +44,10 @@ class PassResult(NamedTuple):
     """The result of a pass.
 
     Attributes:
-        loss: The loss, not multiplied by `factor`; the sum of all that the training step scales. Of
-            a forward pass, NaN if an output is not finite, else 0. NaN of a step without a loss.
+        loss: The loss, not multiplied by `factor`; the sum of all that the training step scales. If
+            that is not known, as of a forward pass, NaN if an output is not finite, else 0. NaN of
+            a step without a loss.
+        knows_loss: Whether the training step scales a loss.
         gradients: The gradient of each variable by path, a tensor, `tf.IndexedSlices` or `None`.
         marks: The layers of the pass and the gradients of their outputs.
         nonfinite: The operations that returned NaN or Inf, if they were watched.
@@ -55,6 +59,7 @@ class PassResult(NamedTuple):
     """
 
     loss: float
+    knows_loss: bool
     gradients: dict[str, Any]
     marks: LayerMarks
     nonfinite: NonfiniteOperations
@@ -103,6 +108,12 @@ class TrainStep:
     def is_of_keras(self) -> bool:
         """Whether it is that of Keras."""
         return self.run is not None and not self.is_custom
+
+    @property
+    def scales_loss(self) -> bool:
+        """Whether an optimizer needs a scaled loss: not at a scale of 1, as in bfloat16."""
+        optimizers = [each for each in self.optimizers if isinstance(each, LossScaleOptimizer)]
+        return not optimizers or any(each.rule != NO_SCALE for each in optimizers)
 
     @property
     def is_of_user(self) -> bool:
@@ -259,10 +270,11 @@ class Passes:
                 _run_step(step.run, self.data, received)
             states = _assigned_states(model, scope)
 
-        if received.gradients and not received.losses:
+        if received.gradients and not received.losses and step.scales_loss:
             raise RuntimeError("the training step does not pass its loss to scale_loss")
         return PassResult(
             loss=self._loss_of(marks, received),
+            knows_loss=bool(received.losses),
             gradients=self._gradients_of(received),
             marks=marks,
             nonfinite=operations.nonfinite,
@@ -287,9 +299,11 @@ class Passes:
                 scope.add_update((variable, tf.cast(variable.value, dtype)))
 
     def _loss_of(self, marks: LayerMarks, received: ReceivedGradients) -> float:
-        if self.step.run is None:
+        if received.losses:
+            return sum(received.losses)
+        if self.step.run is None or received.gradients:
             return math.nan if self.model.name in marks.nonfinite else 0.0
-        return sum(received.losses) if received.losses else math.nan
+        return math.nan
 
     def _gradients_of(self, received: ReceivedGradients) -> dict[str, Any]:
         if self.step.run is None:

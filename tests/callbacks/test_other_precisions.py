@@ -3,6 +3,7 @@
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 from conftest import sequential
 from keras import layers, ops
 
@@ -128,3 +129,38 @@ def test_model_with_weights_in_bfloat16_is_watched():
     assert monitor.run.settings["variable_dtypes"] == ["bfloat16"]
     assert [step for step, _ in monitor.run.comparisons] == [1, 4, 8, 16]
     assert [found.cause for found in kmp.advise(monitor.run).problems] == ["lost_updates"]
+
+
+class PlainStep(keras.Model):
+    """Has a `train_step` that scales no loss, as none is needed."""
+
+    def __init__(self, hidden):
+        super().__init__(name="plain")
+        self.hidden = hidden
+        self.first = layers.Dense(4, kernel_initializer="identity", name="first")
+        self.head = layers.Dense(1, dtype="float32", name="head")
+
+    def call(self, x):
+        return self.head(self.hidden(self.first(x)))
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(tf.square(self(x, training=True) - y))
+        gradients = tape.gradient(loss, self.trainable_variables)
+        self.optimizer.apply_gradients(zip(gradients, self.trainable_variables, strict=True))
+        return {"loss": loss}
+
+
+@pytest.mark.parametrize(("layer", "is_harmful"), [(Cancels, True), (layers.ReLU, False)])
+def test_gradients_of_a_step_that_scales_no_loss_are_compared(layer, is_harmful):
+    with kmp.enable("mixed_bfloat16"):
+        model, monitor = PlainStep(layer(name="hidden")), Monitor(repair=False)
+        model.compile(keras.optimizers.SGD(1e-3), jit_compile=False)
+    x = np.random.default_rng(0).normal(size=(ROWS, 4)).astype("float32")
+    model.fit(x, x[:, :1], batch_size=64, verbose=0, callbacks=[monitor])  # 32 are replayed
+    replay = monitor.run.replays[0][1]
+    assert (replay.is_finite, replay.is_forward_only, replay.loss) == (True, False, None)
+    largest = max(error.error for error in replay.gradient_errors)
+    assert largest > 0.5 if is_harmful else largest < 0.1
+    assert replay.float32_layers == (["plain/hidden"] if is_harmful else [])

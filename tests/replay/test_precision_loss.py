@@ -150,6 +150,8 @@ def test_gradient_error_is_harmful_above_the_sampling_noise_or_if_it_is_systemat
     assert not is_harmful_gradient(GradientError("a", error=0.5, kept=1.0, norm=1.0, noise=2.0))
     assert is_harmful_gradient(GradientError("a", error=0.5, kept=1.0, norm=1.0, noise=0.1))
     assert is_harmful_gradient(GradientError("a", error=1.0, kept=0.0, norm=1.0, noise=0.9))
+    # The noise is an estimate, and rounding that is as large only adds as much again.
+    assert not is_harmful_gradient(GradientError("a", error=1.1, kept=0.9, norm=1.0, noise=0.8))
     assert not is_harmful_gradient(GradientError("a", error=0.45, kept=0.71, norm=1.0, noise=0.75))
     assert not is_harmful_gradient(GradientError("a", error=0.1, kept=1.0, norm=1.0, noise=0.01))
     lost = GradientError("a", error=1.0, kept=0.0, norm=1e-2, noise=0.1, largest_norm=1.0)
