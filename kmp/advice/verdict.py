@@ -16,7 +16,7 @@ def verdict(run: RunMetrics, findings: Sequence[Finding]) -> str:
     if findings and findings[0].severity != INFO:
         return findings[0].title
     if run.format is FLOAT32:
-        return _of_float32(run)
+        return _of_float32(run, findings)
     not_known = f"It is not known whether {run.format.name} hurts this run."
     if not run.finite_samples:
         return f"{not_known} {_unsampled(run)} Measured: {skipped(run)}."
@@ -28,7 +28,7 @@ def verdict(run: RunMetrics, findings: Sequence[Finding]) -> str:
     return f"{run.format.name} does not hurt this run: {_measured(run, _norm_of_small(run))}"
 
 
-def _of_float32(run: RunMetrics) -> str:
+def _of_float32(run: RunMetrics, findings: Sequence[Finding]) -> str:
     """Returns what was seen of a run that loses nothing to its format."""
     if not run.finite_samples:
         not_known = "It is not known whether anything is wrong with this float32 run."
@@ -40,8 +40,9 @@ def _of_float32(run: RunMetrics) -> str:
         updates = (
             f", and no update seen was larger than {run.update_ratio[1]:.2g} times the weights"
         )
+    nothing = "Nothing else" if findings else "Nothing"
     return (
-        f"Nothing is wrong with this float32 run that kmp can see: {skipped(run)},"
+        f"{nothing} is wrong with this float32 run that kmp can see: {skipped(run)},"
         f" {gradients}{updates}."
     )
 

@@ -72,12 +72,12 @@ class WrongOutputs(Cause):
     def of(cls, run: RunMetrics) -> "WrongOutputs | None":
         """Returns the cause if the run has it."""
         replay = run.last_comparison
-        if replay is None or not soundness.is_harmful(replay):
+        if replay is None or not soundness.is_harmful(replay, run.format):
             return None
         has_wrong_gradients = bool(soundness.harmful_gradients(replay))
         if has_wrong_gradients and soundness.needs_another_scale_only(replay):
             return None
-        origin = soundness.error_origin(replay)
+        origin = soundness.error_origin(replay, run.format)
         if origin is not None:
             location = origin.layer
         elif _is_between_layers(run, replay):

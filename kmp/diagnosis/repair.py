@@ -63,7 +63,7 @@ def _is_repeated(run: RunMetrics) -> bool:
     latest = [replay for _, replay in run.comparisons[-thresholds.AGREEING_COMPARISONS :]]
     if len(latest) < thresholds.AGREEING_COMPARISONS:
         return False
-    if not all(map(soundness.is_harmful, latest)):
+    if not all(soundness.is_harmful(replay, run.format) for replay in latest):
         return False
     return bool(set.intersection(*(set(replay.float32_layers) for replay in latest)))
 

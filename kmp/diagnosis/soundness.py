@@ -14,6 +14,7 @@ from kmp.records.replay import (
     NonfiniteOperation,
     StateError,
 )
+from kmp.utils.float_formats import BFLOAT16, FLOAT16, FloatFormat
 
 
 def unconverged(errors: Sequence[GradientError]) -> list[GradientError]:
@@ -57,7 +58,18 @@ def is_harmful_state(error: StateError) -> bool:
     return error.next_update > limit and error.error > thresholds.HARMFUL_GRADIENT_ERROR
 
 
-def are_harmful(output_error: float, gradient_errors: Sequence[GradientError]) -> bool:
+def output_limit(number_format: FloatFormat) -> float:
+    """Returns the error of outputs above which it is harmful, if gradients notice it."""
+    if number_format is BFLOAT16:
+        return thresholds.HARMFUL_OUTPUT_ERROR_IN_BFLOAT16
+    return thresholds.HARMFUL_OUTPUT_ERROR
+
+
+def are_harmful(
+    output_error: float,
+    gradient_errors: Sequence[GradientError],
+    number_format: FloatFormat = FLOAT16,
+) -> bool:
     """Whether errors of outputs and gradients are so large that 16 bits hurt the training."""
     if not gradient_errors:
         return output_error > thresholds.HARMFUL_OUTPUT_ERROR_ALONE
@@ -65,7 +77,7 @@ def are_harmful(output_error: float, gradient_errors: Sequence[GradientError]) -
         return True
     largest = max(error.error for error in gradient_errors)
     is_noticed = largest > thresholds.NOTICED_GRADIENT_ERROR
-    return is_noticed and output_error > thresholds.HARMFUL_OUTPUT_ERROR
+    return is_noticed and output_error > output_limit(number_format)
 
 
 def harmful_states(errors: Iterable[StateError] | None) -> list[StateError]:
@@ -83,12 +95,14 @@ def harmful_gradients(replay: Replay) -> list[GradientError]:
     return list(filter(is_harmful_gradient, unconverged(replay.gradient_errors)))
 
 
-def is_harmful(replay: Replay) -> bool:
+def is_harmful(replay: Replay, number_format: FloatFormat = FLOAT16) -> bool:
     """Whether the results of a replay differ so much that 16 bits hurt the training."""
     if replay.comparison is None:
         return False
     errors = replay.comparison
-    return are_harmful(errors.output_error, errors.gradients) or bool(lost_states(replay))
+    if are_harmful(errors.output_error, errors.gradients, number_format):
+        return True
+    return bool(lost_states(replay))
 
 
 def loss_difference(replay: Replay) -> float:
@@ -138,14 +152,14 @@ def lost_weights_of(replay: Replay, layer: str) -> list[LostWeight]:
     return [weight for weight in replay.batch.lost_weights if weight.path.startswith(f"{layer}/")]
 
 
-def error_origin(replay: Replay) -> LayerError | None:
+def error_origin(replay: Replay, number_format: FloatFormat = FLOAT16) -> LayerError | None:
     """Returns the layer where a harmful error of the outputs begins.
 
     It adds most to the error on inputs of float32. One of the layers of the cure, if these add to
     it. A layer with a weight that float16 loses may add little to it, which the next layers
     amplify. `None` without a harmful error, or if no layer adds to it.
     """
-    if (replay.output_error or 0.0) <= thresholds.HARMFUL_OUTPUT_ERROR:
+    if (replay.output_error or 0.0) <= output_limit(number_format):
         return None
     limit = thresholds.HARMFUL_OUTPUT_ERROR
     adding = [each for each in replay.layer_errors if _added(each) > limit]

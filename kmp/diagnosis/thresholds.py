@@ -59,12 +59,17 @@ MOSTLY_LOST = 0.5  # of the weights of one variable
 MANY_LOST_VALUES = 0.1
 
 # Relative errors of a comparison with float32. Sound programs stay below 0.004 for outputs and
-# 0.12 for gradients in float16, and 0.02 for outputs in bfloat16; programs that float16 ruins are
-# at 0.25 and more. An error of the outputs alone does no harm: that of a constant that all
-# examples share, such as the mean of a regression, can be large beside how they vary, and the loss
-# not notice it.
+# 0.12 for gradients in float16, and mostly below 0.02 and 0.18 in bfloat16; programs that float16
+# ruins are at 0.25 and more. An error of the outputs alone does no harm: that of a constant that
+# all examples share, such as the mean of a regression, can be large beside how they vary, and the
+# loss not notice it.
 
 HARMFUL_OUTPUT_ERROR = 0.05
+# In bfloat16, which rounds eight times as coarsely: sound programs reach 0.04 in a transformer of
+# two blocks, and 0.1 in an autoencoder whose outputs hardly vary between examples; programs that
+# bfloat16 ruins are at 0.44 and more. Not seen: the only recorded run in bfloat16 is at 0.005.
+# Kept, because an error that only rounds the outputs of an autoencoder is no harm.
+HARMFUL_OUTPUT_ERROR_IN_BFLOAT16 = 0.25
 HARMFUL_OUTPUT_ERROR_ALONE = 0.25  # where there are no gradients, or no layer adds to it
 # Not seen: the largest errors of the runs are below 0.19 or above 0.5. Kept, because the threshold
 # lies between them.

@@ -215,9 +215,12 @@ class DeadVariables(Cause):
             examples = replay.examples
         if not zero:
             return None
+        # In 16 bits, the question is what these do; and they do nothing here.
+        is_about_run = run.format is FLOAT32
+        are_most = 2 * len(zero) > len(run.finite_samples[-1].names)
         return cls(
             name="dead",
-            severity=INFO,
+            severity=WARNING if is_about_run and are_most else INFO,
             location=zero[0],
             variables=zero,
             samples=len(run.usable_samples),

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.colors import LogNorm
+from matplotlib.ticker import MaxNLocator
 
 from kmp.plots import style
 from kmp.records import ExponentHistogram, Run
@@ -77,6 +78,7 @@ def gradient_exponents(
     if not histogram.by_exponent.any():
         text = ax.text(0.5, 0.5, "No element is finite and nonzero.", transform=ax.transAxes)
         text.set(ha="center", color=style.TEXT)
+    ax.xaxis.set_major_locator(MaxNLocator(integer=True))
     # Leaves space for the zone labels above the bars.
     ax.set_yscale("log")
     ax.set_ylim(0.8, 10 * max(10, histogram.by_exponent.max()))

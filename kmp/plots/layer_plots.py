@@ -8,8 +8,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator
 
-from kmp.diagnosis.soundness import error_origin
-from kmp.diagnosis.thresholds import HARMFUL_OUTPUT_ERROR
+from kmp.diagnosis.soundness import error_origin, output_limit
 from kmp.plots import style
 from kmp.records import Run
 from kmp.records.replay import LayerError
@@ -56,13 +55,13 @@ def layer_errors(run: Run, ax: Axes | None = None) -> Axes:
     if not comparisons or not comparisons[-1][1].layer_errors:
         return style.empty(ax, "No batch was compared with float32.")
     step, replay = comparisons[-1]
-    errors, origin = replay.layer_errors, error_origin(replay)
+    errors, origin = replay.layer_errors, error_origin(replay, run.format)
     outputs = np.maximum([each.error for each in errors], _LOWEST)
     # A layer without float32 inputs to compare with has no new error.
     new_errors = [math.nan if each.new_error is None else each.new_error for each in errors]
     added = np.maximum(new_errors, _LOWEST)
 
-    _draw_errors(ax, outputs, added)
+    _draw_errors(ax, outputs, added, output_limit(run.format))
     if origin is None:
         title = f"The model's outputs differ by {replay.output_error:.2g}"
         _name_layers(ax, errors, 0)
@@ -81,7 +80,7 @@ def layer_errors(run: Run, ax: Axes | None = None) -> Axes:
     return ax
 
 
-def _draw_errors(ax: Axes, outputs: np.ndarray, added: np.ndarray) -> None:
+def _draw_errors(ax: Axes, outputs: np.ndarray, added: np.ndarray, highest: float) -> None:
     """Draws the errors, the part that each layer adds, and the limit."""
     size = 5 if len(outputs) <= _MANY_LAYERS else 3
     rows = np.arange(len(outputs))
@@ -89,7 +88,7 @@ def _draw_errors(ax: Axes, outputs: np.ndarray, added: np.ndarray) -> None:
     line.set(color=style.DARK, markersize=size, linewidth=1)
     (marks,) = ax.plot(added, rows, "x", label="new error of the layer", clip_on=False)
     marks.set(color=style.MIDDLE, markersize=size + 1)
-    limit = ax.axvline(HARMFUL_OUTPUT_ERROR, label=f"limit, {HARMFUL_OUTPUT_ERROR:g}")
+    limit = ax.axvline(highest, label=f"limit, {highest:g}")
     limit.set(color=style.DARK_LIGHT, linestyle="--")
 
 
@@ -152,7 +151,7 @@ def overflowing_variables(run: Run, ax: Axes | None = None, top: int = 10) -> Ax
     if len(counts) > top:
         ax.set_ylabel(f"variable (the worst {top} of {len(counts)})")
     shown = dict(list(counts.items())[:top])
-    _draw_bars(ax, shown)
+    _draw_bars(ax, shown, "overflow origin" if is_float16 else "origin")
 
     path, worst = next(iter(shown.items()))
     if worst.origin:
@@ -175,14 +174,14 @@ def _worst_first(overflows: dict[str, int], origins: dict[str, int]) -> dict[str
     return dict(sorted(counts.items(), key=lambda item: item[1], reverse=True))
 
 
-def _draw_bars(ax: Axes, counts: dict[str, _Overflows]) -> None:
+def _draw_bars(ax: Axes, counts: dict[str, _Overflows], name_of_origin: str) -> None:
     positions = np.arange(len(counts))
     height = 0.7 * min(1, len(counts) / 4)
     nonfinite = [max(count) for count in counts.values()]
     origin = [count.origin for count in counts.values()]
     for bar in ax.barh(positions, nonfinite, height, label="gradient not finite"):
         bar.set(facecolor="0.85", edgecolor="0.4", linewidth=0.8)
-    for bar in ax.barh(positions, origin, height, label="overflow origin"):
+    for bar in ax.barh(positions, origin, height, label=name_of_origin):
         bar.set(facecolor=style.DARK, edgecolor="white", linewidth=0, hatch="//")
     ax.set_yticks(positions, style.short_names(list(counts), _VARIABLE_LENGTH))
     ax.set_ylim(len(counts) - 0.4, -0.6)

@@ -142,7 +142,7 @@ def _layer_errors(summary: RunSummary) -> ReportFigure:
         f"Errors of {len(replay.layer_errors)} layers in step {step}; the outputs of the model"
         f" differ from float32 by {number(replay.output_error)}"
     )
-    origin = error_origin(replay)
+    origin = error_origin(replay, summary.metrics.format)
     if origin:
         adds = number(origin.new_error)
         alt += f"; a harmful error begins at {origin.layer}, which adds {adds}"

@@ -5,8 +5,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from kmp.advice import WhatIf
 from kmp.advice.wording import skipped
-from kmp.diagnosis.soundness import error_origin
-from kmp.diagnosis.thresholds import HARMFUL_OUTPUT_ERROR
+from kmp.diagnosis.soundness import error_origin, output_limit
 from kmp.records import ExponentHistogram, GradientSample
 from kmp.records.gradient_sample import layer_of
 from kmp.report.run_summary import RunSummary
@@ -64,14 +63,15 @@ def layer_errors(run: RunSummary) -> Table:
         f" of each layer, for {replay.examples} example{'s' * (replay.examples != 1)} of a batch,"
         " in units of how outputs vary between examples."
     )
+    limit = output_limit(run.metrics.format)
     note = (
         "The layers with the largest new error: that of the outputs if the inputs are those of"
-        f" float32. Above {HARMFUL_OUTPUT_ERROR:g} in the outputs of the model it is harmful."
+        f" float32. Above {limit:g} in the outputs of the model it is harmful."
         " Gradients: the difference from float32, and how much they would differ for another batch"
         " of the same size, both relative to their norm."
     )
     columns = ("layer", "class", "outputs", "new error", "gradients", "sampling noise")
-    origin = error_origin(replay)
+    origin = error_origin(replay, run.metrics.format)
     marked = worst.index(origin) if origin in worst else None
     note = with_omitted(note, len(replay.layer_errors), _MOST_ERRORS)
     return Table(columns, tuple(rows), note, marked, intro)

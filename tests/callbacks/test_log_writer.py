@@ -60,6 +60,19 @@ def steps_in_tensorboard(folder):
     return [event.step for event in tensorboard(folder, "kmp/log2_loss_scale")]
 
 
+@pytest.mark.parametrize("policy", ["mixed_bfloat16", "float32"])
+def test_tensorboard_has_no_curve_of_a_loss_scale_that_stays_at_1(policy, tmp_path):
+    with kmp.enable(policy):
+        callbacks = without_replays(tmp_path, every_n_steps=5)
+        history = fit(compiled_model(), callbacks)
+    events = EventAccumulator(str(tmp_path), {"tensors": 0}).Reload()
+    tags = {*events.Tags()["tensors"]}
+    assert {"kmp/overflow_count", "kmp/grad_norm", "kmp/gradient_exponents"} <= tags
+    assert not [tag for tag in tags if "scale" in tag]
+    assert history["loss_scale"] == [1.0]
+    assert kmp.load_run(tmp_path).format.name == policy.removeprefix("mixed_")
+
+
 def array_of(event):
     return tf.make_ndarray(event.tensor_proto)
 

@@ -41,7 +41,8 @@ def recorded_by(policy, mode, strategy):
     """Returns what a training with one bad batch leaves in the records."""
     x, y = small_data(12)
     x[50] = -1000.0
-    with kmp.enable(policy, initial_scale=256.0), strategy.scope() if strategy else contextlib.nullcontext():
+    scope = strategy.scope() if strategy else contextlib.nullcontext()
+    with kmp.enable(policy, initial_scale=256.0), scope:
         model = keras.Sequential([keras.Input((4,)), Logarithm(), layers.Dense(2)])
         model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(True), **MODES[mode])
     callbacks = kmp.callbacks.defaults(every_n_steps=1, on_stuck="ignore")

@@ -43,7 +43,7 @@ table shows what each of them decides on {runs} recorded runs of the [programs w
 fault](advice.md). Each threshold is multiplied by four factors, one threshold at a time, and
 every run is diagnosed at its end and after each of its replays, {points} times in all. A number
 is how many of the runs then have another verdict: another cause, severity or location of the
-first problem, another class of the verdict (float16 does not hurt, it is not known, or neither),
+first problem, another class of the verdict (16 bits do not hurt, it is not known, or neither),
 or other layers that a repair would set to float32. An integer is rounded, and is at least 1; "-"
 stands where that leaves it as it is, or where no diagnosis reads it.
 
@@ -131,8 +131,8 @@ def judged(run: Run) -> Judgement:
 
 def _headline(verdict: str) -> str:
     """Returns the class of a verdict."""
-    for headline in ("float16 does not hurt", "It is not known"):
-        if verdict.startswith(headline):
+    for headline in ("does not hurt", "It is not known"):
+        if headline in verdict:
             return headline
     return ""
 

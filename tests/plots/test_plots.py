@@ -111,6 +111,21 @@ def test_gradient_exponents_draws_counts_with_and_without_the_scale_and_the_limi
     assert shaded == [(low, -25), (-25, -14), (13, 16), (16, high)]
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_gradient_exponents_mark_only_the_limits_that_gradients_come_near_to(dtype):
+    ax = plots.gradient_exponents(histogram(1.0), dtype=dtype)
+    assert texts_of(ax.texts) == [f"{dtype}'s normal range"]
+    assert legend_labels(ax) == ["gradient; 25.0% are zero"]
+    assert ax.get_title(loc="left") == "Step 7: 25.0% of gradients zero"
+    low, high = ax.get_xlim()
+    assert -30 < low < -20
+    assert 3 < high < 12
+    tiny = ExponentHistogram(bin_counts(exponents={-128: 2, -120: 5}), 1, 1.0)
+    ax = plots.gradient_exponents(tiny, dtype=dtype)
+    assert "subnormal" in texts_of(ax.texts)
+    assert "overflow" not in texts_of(ax.texts)
+
+
 def test_gradient_is_drawn_without_the_scale_where_that_differs():
     ax = plots.gradient_exponents(histogram(20000.0))
     unscaled, scaled = legend_labels(ax)
@@ -170,6 +185,22 @@ def test_heat_map_labels_axes_colours_and_the_limits_of_float16():
     low, high = ax.get_ylim()
     assert -30 < low < -24
     assert 16 < high < 20
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_heat_map_of_another_format_has_neither_limits_nor_a_loss_scale(dtype):
+    ax = plots.exponents_over_steps(Run([sample(10), sample(20)], without_scale(dtype)))
+    assert not ax.texts
+    assert ax.get_title(loc="left") == "Of the gradient: 20% zero"
+    low, high = ax.get_ylim()
+    assert low == -24  # four bits beside the gradients
+    assert high < 12
+
+
+def without_scale(dtype):
+    """Returns the header of a run whose layers compute in a dtype, with the scale it gets."""
+    settings = {"rule": "FixedScale", "initial_scale": 1.0, "compute_dtypes": [dtype]}
+    return {"settings": settings}
 
 
 def test_heat_map_marks_nonfinite_samples():
@@ -430,6 +461,17 @@ def test_bars_show_nonfinite_gradients_and_origins_of_the_newest_record_also_wit
     assert np.mean(light.get_facecolor()[:3]) > np.mean(dark.get_facecolor()[:3]) + 0.4
     ticks = plots.overflowing_variables(Run([overflows_of({"a": 2}, {"a": 1})])).get_xticks()
     assert ticks.tolist() == np.round(ticks).tolist()
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_bars_of_another_format_are_of_gradients_that_are_not_finite(dtype):
+    header = without_scale(dtype)
+    ax = plots.overflowing_variables(Run([overflows_of({"a": 7}, {"a": 4})], header))
+    assert legend_labels(ax) == ["gradient not finite", "origin"]
+    assert ax.get_title(loc="left") == "4 of 4 NaN or Inf gradients begin at\na"
+    ax = plots.overflowing_variables(Run([overflows_of({}, {})], header))
+    assert ax.get_title(loc="left") == "Variables with NaN or Inf gradients"
+    assert texts_of(ax.texts) == ["No gradient was NaN or Inf."]
 
 
 def test_only_the_worst_variables_are_drawn_and_the_label_has_their_number():

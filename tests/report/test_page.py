@@ -293,6 +293,38 @@ def test_comparison_with_float32_follows_the_findings_of_a_run_that_has_one(with
     assert len([alt for alt in values_of(of_two, "alt") if alt.startswith("Errors of")]) == 1
 
 
+WORDS_OF_FLOAT16 = ("subnormal", "underflow", "Underflow", "loss scale", "Loss scale", "scaled")
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("skipped", [0, 30])
+def test_report_of_another_format_does_not_speak_of_float16(dtype, skipped):
+    run = make_run_without_scale(dtype, skipped=skipped)
+    page = report.html({"first": run})
+    for text in (text_of(page), " ".join(values_of(page, "alt")), printed({"first": run})):
+        assert not [word for word in WORDS_OF_FLOAT16 if word in text]
+        assert not re.search("(?<!b)float16", text)
+    assert "NaN and Inf by variable" in text_of(page)
+    # The exponents of the newest sample and over the steps; and the variables with NaN or Inf.
+    assert len(values_of(page, "alt")) == (3 if skipped else 2)
+    assert ("30 30" in text_of(page)) == bool(skipped)
+    assert "rule" not in dict(RunSummary("first", run).settings)
+
+
+def test_float32_run_is_compared_with_nothing():
+    runs = {"first": make_compared_run(compute_dtypes=["float32"], initial_scale=1.0)}
+    assert "Difference from float32" not in text_of(report.html(runs))
+    assert "differ from float32" not in printed(runs)
+
+
+def test_scale_related_figures_of_several_runs_are_those_of_runs_with_a_loss_scale(without_figures):
+    alone = {"a": make_run_without_scale("float32"), "b": make_run_without_scale("bfloat16")}
+    text = text_of(report.html(alone))
+    assert "Gradients, side by side" in text
+    assert "oss scale" not in text
+    assert "Loss scale and gradients, side by side" in text_of(report.html(make_three_runs()))
+
+
 def test_errors_of_layers_are_listed_with_their_gradients():
     table = layer_errors(RunSummary("first", make_compared_run()))
     assert table.columns == (
