@@ -135,6 +135,15 @@ OPEN = {
         ),
         {"train_step": "custom"},
     ),
+    "forward pass of a loop": (
+        [compared(row(step), is_forward_only=True) for step in (1, 50, 100)],
+        (
+            "and whether the loop scales, clips and unscales them in the right order, because only"
+            " the forward pass could be replayed, without the loss; to find out: the same step as"
+            " the `train_step` of a model in `fit`"
+        ),
+        {"train_step": "keras"},
+    ),
     "outputs that differ at the start": (
         [compared(row(1), 0.08), row(50), compared(row(100), 0.02)],
         (
