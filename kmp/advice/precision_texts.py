@@ -116,6 +116,8 @@ def _(cause: WrongOutputs, run: RunMetrics) -> Text:
         title = f"The outputs of {where} are not those of float32: {reason}."
         share = percent(origin.new_error or 0.0)
         detail = f"; in {where} alone, given float32 inputs, by {share}{seen}"
+    if soundness.has_other_loss(replay):
+        detail += f"; the loss is {replay.loss:.4g}, in float32 {replay.float32_loss:.4g}"
     agree = "the outputs and gradients for the batch agree"
     if replay.is_forward_only:
         agree = "the outputs for the batch agree"

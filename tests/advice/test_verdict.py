@@ -274,6 +274,14 @@ def test_finding_about_outputs_says_where_they_differ_and_why_as_it_was_measured
     assert finding.change == "kmp.layers.Float32(Layer(..., name='norm'))"
 
 
+def test_finding_about_outputs_says_what_they_do_to_the_loss():
+    """A metric of another output may be as good as in float32."""
+    record = compared(row(1), 1.1, layer_errors=NORM, **NOTICED)
+    assert "the loss is" not in advice_of(record)[0].evidence
+    record["replay"] = replace(record["replay"], loss=0.03, float32_loss=0.002)
+    assert "; the loss is 0.03, in float32 0.002" in advice_of(record)[0].evidence
+
+
 LOSSY = [
     (
         LossyOperation("net/norm/inner", "Sub", "cancellation", "float16", 20480.0, 1.31, 1.0, 9.0),
