@@ -370,6 +370,12 @@ class RunMetrics:
         return thresholds.STUCK_AFTER <= streak <= nonfinite and streak < self.steps
 
     @property
+    def has_never_updated(self) -> bool:
+        """Whether all recorded steps were skipped, so that the weights are those of the start."""
+        first_step = min((row["step"] for row in self.run.rows), default=0)
+        return first_step > 0 and self.consecutive_overflows > self.last_step - first_step
+
+    @property
     def is_stuck(self) -> bool:
         """Whether the run ends in another streak of skipped steps."""
         return self.consecutive_overflows >= thresholds.STUCK_AFTER and not self.ends_nonfinite

@@ -112,12 +112,17 @@ def loss_difference(replay: Replay) -> float:
     return abs(replay.loss - replay.float32_loss)
 
 
+def has_other_loss(replay: Replay) -> bool:
+    """Whether the loss differs from float32 by more than its rounding."""
+    limit = thresholds.HARMFUL_OUTPUT_ERROR * abs(replay.float32_loss or 0.0)
+    return loss_difference(replay) > limit
+
+
 def is_born_in_loss(replay: Replay) -> bool:
     """Whether the loss differs from float32, while the outputs it is computed from do not."""
     if (replay.output_error or 0.0) > thresholds.HARMFUL_OUTPUT_ERROR:
         return False
-    limit = thresholds.HARMFUL_OUTPUT_ERROR * abs(replay.float32_loss or 0.0)
-    return loss_difference(replay) > limit
+    return has_other_loss(replay)
 
 
 def needs_another_scale_only(replay: Replay) -> bool:

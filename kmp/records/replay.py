@@ -338,11 +338,17 @@ class UnscaledGradients:
             gradients.
         origin: The layer with the backward pass after which they do not grow; empty if it is not
             known.
+        change: What the training step does to all of them, if passes have shown it: `"clipped"`
+            while they are scaled, or `"divided"` by the loss scale before the optimizer divides
+            them too.
+        times: How many times too small the optimizer gets them; 0 without a `change`.
     """
 
     layers: Names = field(default_factory=list)
     are_all: bool = False
     origin: Text = ""
+    change: Literal["", "clipped", "divided"] = ""
+    times: Magnitude = 0.0
 
 
 @dataclass(frozen=True)

@@ -513,6 +513,36 @@ def test_replay_that_takes_too_long_ends_and_the_last_one_has_fewer_examples(mon
     ]
 
 
+def test_gradients_that_a_training_step_divides_twice_are_reported_with_the_cure():
+    class Twice(keras.Sequential):
+        def train_step(self, data):
+            x, y = data
+            with tf.GradientTape() as tape:
+                loss = self.compute_loss(x, y, self(x, training=True))
+                scaled = self.optimizer.scale_loss(loss)
+            gradients = tape.gradient(scaled, self.trainable_variables)
+            gradients = [each / self.optimizer.loss_scale for each in gradients]
+            self.optimizer.apply(gradients, self.trainable_variables)
+            return {"loss": loss}
+
+    with kmp.enable():
+        model = Twice([keras.Input((4,)), layers.Dense(1, name="head")])
+        model.compile("sgd", "mse")
+    callbacks = defaults()
+    fit(model, callbacks)
+    (problem,) = kmp.advise(callbacks[0].run).problems
+    assert (problem.cause, problem.change) == (
+        "unscaled_loss",
+        "self.optimizer.apply(unscaled=True)",
+    )
+    assert (
+        "divides the gradients by the loss scale, and `apply` divides them again" in problem.title
+    )
+    _, last = callbacks[0].run.replays[-1]
+    assert f"are {last.loss_scale:,.0f} times too small" in problem.evidence
+    assert callbacks[0].run.last("fallback") is None
+
+
 # Near it float16 has few bits.
 @pytest.mark.parametrize(("is_traced", "offset"), [(False, 0.0), (True, 20000.0)])
 def test_custom_loop_under_guard_is_compared_in_its_forward_pass(is_traced, offset, tmp_path):
