@@ -21,6 +21,7 @@ from kmp.bench.models import OURS, compiled_model, convolutional, mlp, timed_tra
 from kmp.replay import Passes, StepContext, TrainStep, replay_batch
 
 STEP, FINITE, OVERFLOWING = "training step", "replay", "replay of an overflow"
+BOTH_FORMATS = "replay in float16 and bfloat16"
 MODELS = {
     "MLP": (mlp, 512),
     "conv net": (convolutional, 32),
@@ -38,6 +39,7 @@ def measure(is_quick):
         variants = {
             STEP: timed_training(model, task, 10),
             FINITE: functools.partial(seconds_of_replay, model, batch),
+            BOTH_FORMATS: functools.partial(seconds_of_replay, model, batch, compares_formats=True),
         }
         if batch[0].dtype.kind == "f":
             variants[OVERFLOWING] = functools.partial(
@@ -69,12 +71,13 @@ def trained(name):
     return task, model, (task.x[:EXAMPLES], task.y[:EXAMPLES])
 
 
-def seconds_of_replay(model, batch):
+def seconds_of_replay(model, batch, *, compares_formats=False):
     """Returns the seconds of a replay."""
     variables = {variable.path: variable for variable in model.trainable_variables}
     step = TrainStep(functools.partial(type(model).train_step, model), [model.optimizer])
     passes = Passes(model, batch, step, variables)
-    return seconds_per_call(lambda: replay_batch(passes, StepContext(1, 2.0**15)))
+    context = StepContext(1, 2.0**15, compares_formats=compares_formats)
+    return seconds_per_call(lambda: replay_batch(passes, context))
 
 
 if __name__ == "__main__":

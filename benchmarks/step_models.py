@@ -9,7 +9,7 @@ import tensorflow as tf
 import kmp
 from kmp.backend.keras_internals import global_policy
 
-SCALINGS = BARE, KERAS, OURS, COMPILED = "bare", "keras", "kmp", "compiled"
+SCALINGS = BARE, KERAS, UNWATCHED, OURS, COMPILED = "bare", "keras", "unwatched", "kmp", "compiled"
 DEFAULT_BATCH = {
     "resnet50": 64,
     "efficientnet": 32,
@@ -62,14 +62,14 @@ def compiled_step(name: str, policy: str, scaling: str, batch: int) -> CompiledS
     Args:
         name: One of `MODELS`.
         policy: A dtype policy, such as `"mixed_float16"`.
-        scaling: `"bare"` (no loss scale), `"keras"`, `"kmp"`, or `"compiled"`: kmp with the
-            optimizer's step compiled.
+        scaling: `"bare"` (no loss scale), `"keras"`, `"unwatched"` (kmp's layers, but not its
+            optimizer), `"kmp"`, or `"compiled"`: kmp with the optimizer's step compiled.
         batch: Size of the batch.
     """
-    is_ours = scaling in (OURS, COMPILED)
+    is_ours = scaling in (UNWATCHED, OURS, COMPILED)
     with kmp.enable(policy, jit_compile=scaling == COMPILED) if is_ours else global_policy(policy):
         model, input_shape, input_dtype, label_shape = step_model(name)
-        options = {"jit_compile": False, "auto_scale_loss": scaling != BARE}
+        options = {"jit_compile": False, "auto_scale_loss": scaling not in (BARE, UNWATCHED)}
         model.compile(keras.optimizers.Adam(1e-4), "sparse_categorical_crossentropy", **options)
     model.optimizer.build(model.trainable_variables)
     inputs = tf.TensorSpec((batch, *input_shape), input_dtype)

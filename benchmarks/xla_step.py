@@ -12,7 +12,7 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 import tensorflow as tf
-from step_models import BARE, DEFAULT_BATCH, KERAS, MODELS, OURS, compiled_step
+from step_models import BARE, DEFAULT_BATCH, KERAS, MODELS, OURS, UNWATCHED, compiled_step
 
 POLICIES = ("float32", "mixed_float16", "mixed_bfloat16")
 
@@ -23,7 +23,7 @@ def hlo_of_step(model: str, policy: str, scaling: str, batch: int) -> bytes:
     Args:
         model: One of `MODELS`.
         policy: A dtype policy.
-        scaling: `"bare"`, `"keras"` or `"kmp"`, as in `compiled_step`.
+        scaling: `"bare"`, `"keras"`, `"unwatched"` or `"kmp"`, as in `compiled_step`.
         batch: Size of the batch.
     """
     train_step, specs = compiled_step(model, policy, scaling, batch)
@@ -40,7 +40,7 @@ def main() -> None:
     )
     parser.add_argument("model", choices=MODELS)
     parser.add_argument("policy", choices=POLICIES)
-    parser.add_argument("scaling", choices=(BARE, KERAS, OURS))
+    parser.add_argument("scaling", choices=(BARE, KERAS, UNWATCHED, OURS))
     parser.add_argument("out", type=Path, metavar="OUT.hlo")
     parser.add_argument("--batch", type=int, metavar="N", help="default: as in step_models.py")
     parsed = parser.parse_args()

@@ -2,7 +2,13 @@
 
 from kmp.advice.missing_replays import how_to_find_layer
 from kmp.advice.sentences import Text, text_of
-from kmp.advice.wording import capitalized, failed_steps, largest_value, replayed_with_change
+from kmp.advice.wording import (
+    capitalized,
+    counted,
+    failed_steps,
+    largest_value,
+    replayed_with_change,
+)
 from kmp.diagnosis import RunMetrics
 from kmp.diagnosis.forward_causes import (
     LOGARITHMS,
@@ -78,10 +84,23 @@ def _(cause: HiddenNonfinite, run: RunMetrics) -> Text:
 @text_of.register
 def _(cause: NonfiniteInFloat32, run: RunMetrics) -> Text:
     if cause.variables:
+        count = counted(len(cause.variables), "variable")
+        contain = "contains" if len(cause.variables) == 1 else "contain"
+        evidence = f"{failed_steps(run)}; {count} {contain} NaN or Inf"
+        note = "an update made them so; train again from weights that are finite"
+        before = ""
+        if cause.is_from_start:
+            before = " before training begins"
+            evidence += ", and no step has changed the weights"
+            note = (
+                "whatever initialized or loaded the weights made them so. A file in float16 has Inf"
+                " for all beyond 65504: save the weights in float32, and check them with"
+                " np.isfinite after loading"
+            )
         return Text(
-            f"{cause.variables[0]} contains NaN or Inf, so every loss is NaN.",
-            f"{failed_steps(run)}; {len(cause.variables)} variables contain NaN or Inf",
-            "an update made them so; train again from weights that are finite",
+            f"{cause.variables[0]} contains NaN or Inf{before}, so every loss is NaN.",
+            evidence,
+            note,
         )
     found, first = cause.operation, ""
     if found:

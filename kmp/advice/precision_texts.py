@@ -14,12 +14,21 @@ from kmp.diagnosis.precision_causes import (
     WrongOutputs,
 )
 from kmp.records import Replay
-from kmp.records.replay import LOSS_FUNCTION, LayerError, LossyOperation, StateError
+from kmp.records.replay import (
+    LOSS_FUNCTION,
+    LayerError,
+    LossyOperation,
+    StateError,
+    UnscaledGradients,
+)
 from kmp.utils.float_formats import FORMATS_16_BIT
 
 
 @text_of.register
 def _(cause: UnscaledLoss, run: RunMetrics) -> Text:
+    unscaled = cause.replay.unscaled
+    if unscaled and unscaled.change:
+        return _text_of_change(cause.replay, unscaled)
     title, note = _text_of_custom_step(cause, run)
     if run.settings.get("train_step") == "keras":  # which scales its loss
         title, note = _text_of_keras_step(cause, run)
@@ -27,6 +36,33 @@ def _(cause: UnscaledLoss, run: RunMetrics) -> Text:
         title,
         f"{of_a_batch(cause.replay)}, in float32, the gradients at two loss scales differ by"
         " another factor than the scales; the optimizer divides all of them by the scale",
+        note,
+    )
+
+
+_CLIPPED = (
+    "The training step clips gradients while they are multiplied by the loss scale, and the"
+    " optimizer then divides the clipped ones by it.",
+    "clip what self.optimizer.unscale(gradients) returns, and pass that to self.optimizer.apply; or"
+    " let the optimizer clip, with its clipnorm",
+)
+_DIVIDED = (
+    "The training step divides the gradients by the loss scale, and `apply` divides them again.",
+    "or leave out the division, or let self.optimizer.unscale(gradients) divide: after that `apply`"
+    " does not",
+)
+
+
+def _text_of_change(replay: Replay, unscaled: UnscaledGradients) -> Text:
+    title, note = _CLIPPED
+    times = unscaled.times
+    if unscaled.change == "divided":
+        title, note = _DIVIDED
+        times = replay.loss_scale  # the passes may have fewer examples, and another factor
+    return Text(
+        title,
+        f"{of_a_batch(replay)}, in float32, the gradients that the optimizer gets do not grow with"
+        f" the loss scale, and are {times:,.0f} times too small",
         note,
     )
 
@@ -80,6 +116,8 @@ def _(cause: WrongOutputs, run: RunMetrics) -> Text:
         title = f"The outputs of {where} are not those of float32: {reason}."
         share = percent(origin.new_error or 0.0)
         detail = f"; in {where} alone, given float32 inputs, by {share}{seen}"
+    if soundness.has_other_loss(replay):
+        detail += f"; the loss is {replay.loss:.4g}, in float32 {replay.float32_loss:.4g}"
     agree = "the outputs and gradients for the batch agree"
     if replay.is_forward_only:
         agree = "the outputs for the batch agree"

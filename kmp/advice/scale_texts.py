@@ -27,18 +27,26 @@ def _(cause: NonfiniteGradients, run: RunMetrics) -> Text:
     if found:
         where = f"backward pass of {run.describe(found.layer)}"
         operation = f": {found.operation} is the first to return {found.value}"
-    if run.format is FLOAT32:
+    is_float32 = run.format is FLOAT32
+    replayed = "replayed" if is_float32 else "replayed in float32"
+    in_float32_too = "" if is_float32 else ", in float32 too"
+    evidence = (
+        f"{skipped_with_finite_loss(run)}; {replayed}, the gradients are not finite either"
+        f"{operation}"
+    )
+    if cause.is_slope:
         return Text(
-            f"NaN or Inf in the {where}{operation}.",
-            f"{skipped_with_finite_loss(run)}; replayed, the gradients are not finite either",
-            "look at that operation; a root or a norm, say, has an infinite slope at 0",
+            f"The {where} divides by 0{in_float32_too}: the slope of a root or a norm is infinite"
+            " at 0.",
+            evidence,
+            "not a matter of precision: two equal inputs have the distance 0. Keep the root away"
+            " from it: ops.sqrt(ops.maximum(x, 1e-4)), for a norm with x = ops.sum(ops.square(v),"
+            " axis=-1); not tried",
         )
     return Text(
-        f"NaN or Inf in the {where}, in float32 too.",
-        f"{skipped_with_finite_loss(run)}; replayed in float32, the gradients are not finite"
-        f" either{operation}",
-        "not a matter of precision: look at that operation; a root or a norm, say, has an infinite"
-        " slope at 0",
+        f"NaN or Inf in the {where}{in_float32_too}.",
+        evidence,
+        "not a matter of precision: look at that operation, and at what the batch contains",
     )
 
 

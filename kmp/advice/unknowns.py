@@ -56,16 +56,18 @@ def _not_compared(run: RunMetrics) -> Iterator[str]:
         what = "how far outputs and gradients are from those in float32"
         yield doubt(f"{what}, because {_compared_batches(run)} compared{why}", remedy)
     else:
-        yield from _missing_in([replay for _, replay in run.comparisons])
+        yield from _missing_in(run, [replay for _, replay in run.comparisons])
 
 
-def _missing_in(comparisons: list[Replay]) -> Iterator[str]:
+def _missing_in(run: RunMetrics, comparisons: list[Replay]) -> Iterator[str]:
     """Yields what some of the comparisons lack."""
     if any(replay.is_forward_only for replay in comparisons):
+        unknown, remedy = "how far gradients are from those in float32", FLOAT32_TRAINING
+        if run.settings.get("train_step") == "keras":  # but a loop of the user's own has trained
+            unknown += ", and whether the loop scales, clips and unscales them in the right order"
+            remedy = f"the same step as the `train_step` of a model in `fit`; or {remedy}"
         yield doubt(
-            "how far gradients are from those in float32, because only the forward pass could be"
-            " replayed, without the loss",
-            FLOAT32_TRAINING,
+            f"{unknown}, because only the forward pass could be replayed, without the loss", remedy
         )
         return
     measured = [replay.comparison for replay in comparisons if replay.comparison]

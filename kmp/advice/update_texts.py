@@ -2,7 +2,7 @@
 
 from kmp.advice.sentences import Text, text_of
 from kmp.advice.wording import of_steps
-from kmp.diagnosis import RunMetrics, name_of
+from kmp.diagnosis import PrepareData, RunMetrics, name_of
 from kmp.diagnosis.edits import smaller_learning_rate
 from kmp.diagnosis.update_causes import (
     LARGEST_LOST,
@@ -10,6 +10,7 @@ from kmp.diagnosis.update_causes import (
     Exploding,
     LostSquares,
     LostUpdates,
+    with_float32_weights,
 )
 
 _IN_FLOAT32 = "keeps weights and optimizer state in float32; or epsilon=1e-4"
@@ -95,5 +96,19 @@ def _(cause: LostUpdates, run: RunMetrics) -> Text:
         f"{cause.share:.0%} of the weights with a nonzero gradient stayed as they were in the"
         f" sampled updates{most}: a {number_format.name} weight does not change by less than"
         f" {smallest}",
-        "keeps the weights in float32",
+        _note_of_updates(cause),
     )
+
+
+def _note_of_updates(cause: LostUpdates) -> str:
+    note = "keeps the weights in float32"
+    (first, *_) = cause.edits
+    if isinstance(first, PrepareData):
+        return (
+            f"{note}: the layers have the dtype of the file or program that created them, which"
+            " `kmp.enable` does not change. What the file rounded stays rounded"
+        )
+    if cause.layers:
+        statement = with_float32_weights(cause.number_format.name)
+        return f"{note}; of a model from a file: {statement}"
+    return note

@@ -6,7 +6,6 @@ from kmp.advice.finding import Finding
 from kmp.advice.unknowns import doubt, lost_norm, unknowns
 from kmp.advice.wording import counted, skipped
 from kmp.diagnosis import INFO, RunMetrics, soundness, thresholds
-from kmp.records.replay import GradientError
 from kmp.utils.float_formats import FLOAT16, FLOAT32, as_power
 
 
@@ -106,9 +105,9 @@ def _gradients(run: RunMetrics) -> str:
     largest = run.largest_gradient_error
     if largest is None:
         return ""
-    errors: list[GradientError] = []
+    has_converged = False
     for _, replay in run.comparisons:
-        errors += replay.gradient_errors
-    has_converged = any(map(soundness.has_converged, errors))
+        errors = replay.gradient_errors
+        has_converged |= len(soundness.unconverged(errors)) < len(errors)
     until = " until they nearly vanish" if has_converged else ""
     return f", and the gradients of a layer by at most {largest:.1%}{until}"

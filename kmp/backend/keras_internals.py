@@ -422,6 +422,14 @@ def float32_policy(layer: keras.Layer) -> keras.DTypePolicy:
     return type(policy).from_config({**policy.get_config(), "source_name": FLOAT32.name})
 
 
+def has_float8_gradients(layer: keras.Layer) -> bool:
+    """Whether a layer or a sublayer trains in float8, which Keras 3.15 does in graphs only.
+
+    Eagerly, TensorFlow raises a `ValueError` in the backward pass.
+    """
+    return any(getattr(each, "quantization_mode", None) == "float8" for each in sublayers(layer))
+
+
 def is_passthrough(layer: keras.Layer) -> bool:
     """Whether a layer computes nothing itself.
 

@@ -38,6 +38,16 @@ def next_layers(model: keras.Model) -> dict[str, list[str]]:
     return {}
 
 
+def previous_layers(model: keras.Model) -> dict[str, list[str]]:
+    """Returns the layers whose outputs each layer takes, by path: the reverse of `next_layers`."""
+    following = next_layers(model)
+    found: dict[str, list[str]] = {path: [] for path in following}
+    for path, layers in following.items():
+        for layer in layers:
+            found[layer].append(path)
+    return found
+
+
 def _has_graph(operation: keras.Operation) -> bool:
     if not isinstance(operation, keras.Model) or not is_passthrough(operation):
         return False

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+import keras
 import tensorflow as tf
 
 from kmp.backend.inventory import Reason
@@ -218,17 +219,30 @@ def gradient_patch(original: Callable[..., Any]) -> Callable[..., Any]:
     """Patches `tf.GradientTape.gradient` to call the functions of `after_each_gradient`."""
 
     @functools.wraps(original)
-    def gradient(self: tf.GradientTape, *args: Any, **kwargs: Any) -> Any:
+    def gradient(
+        self: tf.GradientTape, target: Any, sources: Any, *args: Any, **options: Any
+    ) -> Any:
         if not _state.hooks:
-            return original(self, *args, **kwargs)
+            return original(self, target, sources, *args, **options)
         hook = _state.hooks[-1]
         state = hook.before()
         try:
-            return original(self, *args, **kwargs)
+            sources = tf.nest.map_structure(_with_assigned_value, sources)
+            return original(self, target, sources, *args, **options)
         finally:
             hook.after(state)
 
     return gradient
+
+
+def _with_assigned_value(source: Any) -> Any:
+    """Returns the tensor that a pass has assigned to a weight, such as a normalized kernel.
+
+    The assignment of a pass does not reach the variable, so the loss depends on the tensor.
+    """
+    if isinstance(source, keras.Variable) and not isinstance(source.value, tf.Variable):
+        return source.value
+    return source
 
 
 def functions_run_eagerly() -> Context[object]:

@@ -2,6 +2,7 @@
 
 import functools
 import logging
+import math
 import time
 from collections.abc import Mapping
 from dataclasses import replace
@@ -9,7 +10,7 @@ from typing import Any
 
 import keras
 
-from kmp.backend.keras_internals import compute_dtypes
+from kmp.backend.keras_internals import compute_dtypes, has_float8_gradients
 from kmp.callbacks.replay_time import ReplayTime
 from kmp.callbacks.training_records import Row
 from kmp.diagnosis import soundness, thresholds
@@ -44,6 +45,9 @@ _MOST_STUCK_REPLAYS = 3  # of one training
 # At these multiples of the last step that was compared.
 _COMPARED_AGAIN = 4
 _COMPARED_AT_END = 1.5  # of a training that continues another one
+# After a harmful comparison, until there are enough for a proof: in multiples of the last step, and
+# at least so many steps later.
+_COMPARED_SOON, _SOONEST = 1.25, 16
 
 
 class BatchReplayer:
@@ -51,10 +55,11 @@ class BatchReplayer:
 
     At the first one, in the middle and at the end, and when steps are skipped or, in float16, many
     gradients are zero. Each time the steps are four times as many, if that takes a small share of
-    the time of the training or the precisions have differed. Of a model in float32, only batches of
-    skipped steps. Captures the batch of the first step, of the step after a replay, and of each
-    skipped step. After a replay that failed, `ReplayAttempts` decides what to replay next; without
-    anything left, it warns once.
+    the time of the training or the precisions have differed; sooner where layers cure a difference,
+    so that a repair comes while there is still something to train. Of a model in float32, only
+    batches of skipped steps. Captures the batch of the first step, of the step after a replay, and
+    of each skipped step. After a replay that failed, `ReplayAttempts` decides what to replay next;
+    without anything left, it warns once.
 
     Args:
         model: A model with a guard and one replica. The capture is added to its training step.
@@ -107,8 +112,9 @@ class BatchReplayer:
         self._zero_share, self._last_step = 0.0, 0  # of the last replay without an overflow
         # A step that runs eagerly runs its Python code each time, which may count the calls.
         is_custom = self._step.is_custom
+        has_python_effects = is_custom and self._model.run_eagerly
         self._attempts = ReplayAttempts(
-            runs_step=not (is_custom and self._model.run_eagerly),
+            runs_step=not has_python_effects and not has_float8_gradients(self._model),
             can_run_less=is_custom,
             takes_whole=self._capture.takes_whole,
         )
@@ -116,6 +122,9 @@ class BatchReplayer:
         self._largest_norms: dict[str, float] = {}  # of the gradients of each layer, in float32
         self._time = ReplayTime()
         self._has_differed = False  # in a comparison
+        self._curable_in_a_row = 0  # the last comparisons that layers in float32 would cure
+        # With the other 16-bit format: whether to, in the next replay, and how often it was done.
+        self._compares_formats, self._format_comparisons = False, 0
 
     def end(self) -> None:
         """Frees the captured batch."""
@@ -161,6 +170,7 @@ class BatchReplayer:
         captured = self._capture.read()
         if captured is None:
             return None
+        self._compares_formats = self._is_format_due(snapshot, is_last)
         if has_overflowed:
             return self._replay_overflow(captured, variables, snapshot)
         return self._replay_healthy(captured, variables, snapshot)
@@ -190,10 +200,24 @@ class BatchReplayer:
         with self._time.of_comparisons.measured():
             found = self._replay(captured, variables, snapshot, snapshot.loss_scale, None)
         replay = found.get("replay")
-        self._has_differed |= replay is not None and soundness.is_harmful(replay, self._format)
+        if replay is not None:
+            is_harmful = soundness.is_harmful(replay, self._format)
+            self._has_differed |= is_harmful
+            is_curable = is_harmful and bool(replay.float32_layers)
+            self._curable_in_a_row = self._curable_in_a_row + 1 if is_curable else 0
         if not self._attempts.last_reason:
             self._last_step = snapshot.step
         return found
+
+    @property
+    def next_proof(self) -> float:
+        """The step at which to compare again, because one more comparison may prove a cure.
+
+        Inf if the last comparisons show nothing to prove, or are enough.
+        """
+        if not 0 < self._curable_in_a_row < thresholds.AGREEING_COMPARISONS:
+            return math.inf
+        return max(_COMPARED_SOON * self._last_step, self._last_step + _SOONEST)
 
     def replay_stuck(self, snapshot: Snapshot, variables: Mapping[str, Any]) -> Row | None:
         """Replays the last captured batch of a training that is stuck, unless it was replayed.
@@ -278,13 +302,17 @@ class BatchReplayer:
             part = failing_part(passes, parts, failed, loss_scale, captured.batch_size)
             passes = replace(passes, data=part)
             self._replayed = CapturedBatch(part, *captured[1:])
+        rule = self._capture.optimizer.rule
         context = StepContext(
             snapshot.step,
             loss_scale,
-            initial_scale=self._capture.optimizer.rule.initial_scale,
+            initial_scale=rule.initial_scale,
+            # Where a minimum or a fixed scale is too large, that is to change, and no layer.
+            min_scale=min(rule.min_scale, FLOAT16.smallest_normal),
             batch_size=captured.batch_size,
             failed=failed,
             largest_norms=self._largest_norms,
+            compares_formats=self._compares_formats,
         )
         try:
             found, reference = replay_batch(replace(passes, deadline=began + most), context)
@@ -293,6 +321,9 @@ class BatchReplayer:
                 f"{passes.examples} examples take longer than {most:.0f} s"
             ) from None
         check_record({"replay": found})
+        if self._compares_formats and found.is_finite_in_float32:
+            self._compares_formats = False
+            self._format_comparisons += 1
         took = time.monotonic() - began
         if self._time.is_long(took):
             self._take_fewer(took)
@@ -356,13 +387,24 @@ class BatchReplayer:
         is_in_the_middle = self._last_step < self._middle <= snapshot.step
         if not self._last_step or (not self._continues and (is_last or is_in_the_middle)):
             return True
-        is_later = snapshot.step >= _COMPARED_AGAIN * self._last_step
+        is_later = snapshot.step >= min(_COMPARED_AGAIN * self._last_step, self.next_proof)
         is_at_end = is_last and snapshot.step >= _COMPARED_AT_END * self._last_step
         if (is_later or is_at_end) and self._time.allows_comparison(self._has_differed):
             return True
         share = self._zero_share_of(snapshot)
         many = thresholds.MANY_ZEROS
         return share > many and share >= self._zero_share + many  # so it is at most nine times
+
+    def _is_format_due(self, snapshot: Snapshot, is_last: bool) -> bool:
+        """Whether a replay passes its batch in the other 16-bit format too.
+
+        In the first replay, and in one of the second half of the training; at its end if the number
+        of steps is not known.
+        """
+        if self._format_comparisons:
+            is_in_second_half = self._first.step < self._middle <= snapshot.step
+            return self._format_comparisons == 1 and (is_in_second_half or is_last)
+        return True
 
     def _has_computed_in_16_bits(self) -> bool:
         """Whether a layer computes in 16 bits, or did before a repair."""

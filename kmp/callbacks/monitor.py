@@ -48,13 +48,15 @@ class Monitor(keras.callbacks.Callback):
     **Replays.** At most 32 examples of a batch of the training are passed eagerly, in the precision
     of the model and in float32: at the first step, in the middle and at the end, and when steps are
     skipped or, in float16, many gradients are zero; also each time the steps are four times as
-    many, while these comparisons take at most 0.7 seconds and 1 % of the time of the training, or
-    more once one has shown that the precisions differ. A training that goes on in the next call of
-    `fit` with the same callback is compared as one training. This measures what the precision
-    changes in the outputs and gradients of each layer, and finds the operation that first returned
-    NaN or Inf, and the layers that have to compute in float32; `kmp.advise` reports it. A replay
-    takes at most 8 seconds; the search in a batch that 16 bits ruin takes at most 4 more. Model and
-    seeds stay unchanged; only a step with `run_eagerly=True` that draws from NumPy's or
+    many, while all comparisons take at most 0.7 seconds plus 1 % of the time of the training, or 8
+    seconds plus 2 % once one has shown that the precisions differ. A training that goes on in the
+    next call of `fit` with the same callback is compared as one training. This measures what the
+    precision changes in the outputs and gradients of each layer, and finds the operation that first
+    returned NaN or Inf, and the layers that have to compute in float32; `kmp.advise` reports it.
+    The first of these replays, and one in the second half of the training, also pass their batch in
+    the other 16-bit format. A replay takes at most 8 seconds, or 2 % of the time of the training;
+    the search in a batch that 16 bits ruin takes at most 4 seconds more, and a pass in bfloat16 2.
+    Model and seeds stay unchanged; only a step with `run_eagerly=True` that draws from NumPy's or
     TensorFlow's generators draws other numbers after it. Not with several replicas.
 
     **Repairs.** When steps are skipped in a row, or a comparison shows that 16 bits change outputs
@@ -77,7 +79,7 @@ class Monitor(keras.callbacks.Callback):
 
     **bfloat16 and float32** models are watched too. They have no loss scale to log: `loss_scale` is
     1. bfloat16 is compared and repaired as float16 is. Of a model in float32, only batches of
-    skipped steps are replayed, to find where NaN and Inf begin. Does nothing for one that is
+    skipped steps are replayed, to find where NaN and Inf begin. Does nothing for a model that is
     compiled without `kmp.LossScaleOptimizer`, as without `kmp.enable`; the logger `"kmp"` says so
     once per model. `model.compile(kmp.wrap("adam"))` wraps the optimizer of a model that exists
     already.

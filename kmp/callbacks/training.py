@@ -1,5 +1,6 @@
 """One training that a monitor watches: it records, replays, repairs, detects and reports."""
 
+import math
 from typing import Any
 
 import keras
@@ -154,7 +155,8 @@ class Training:
         new = counts.overflow_count - self._counts.overflow_count
         self._counts = counts
         has_streak = max(new, counts.overflows_in_a_row) >= _STREAK
-        if is_epoch_end or self.recorder.batches_left <= 0 or (self._repairer and has_streak):
+        is_needed = bool(self._repairer) and (has_streak or counts.step >= self._next_proof)
+        if is_epoch_end or self.recorder.batches_left <= 0 or is_needed:
             self._read(counts.step)
         if self.recorder.has_new_repairs:  # of another callback
             self._read(counts.step)
@@ -174,7 +176,13 @@ class Training:
         if self._repairer:
             # A longer streak is looked at again when it has doubled.
             batches.append(counts.overflows_in_a_row or (_STREAK if new else _CHECKED_EVERY))
+            if math.isfinite(self._next_proof):
+                batches.append(math.ceil(self._next_proof) - counts.step)
         self._batches_until_check = max(1, min(batches))
+
+    @property
+    def _next_proof(self) -> float:
+        return self._replayer.next_proof if self._replayer else math.inf
 
     def _read(self, step: int) -> None:
         """Records the state of the optimizer, and replays a batch if that is due."""

@@ -92,6 +92,7 @@ def _settings_of_model(model: keras.Model) -> Row:
     return {
         "model": model.name,
         "policy": model.dtype_policy.name,
+        "policy_in_force": keras.config.dtype_policy().name,
         "compute_dtypes": sorted(compute_dtypes(model)),
         "train_step": "keras" if has_keras_step(model) else "custom",
         "replicas": model.distribute_strategy.num_replicas_in_sync,

@@ -8,6 +8,7 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from kmp.advice.format_errors import FormatErrors, formats_compared
 from kmp.conversion.op_rule import NEEDS_FLOAT32
 from kmp.conversion.plan import Plan
 from kmp.conversion.step_traffic import StepTraffic
@@ -46,6 +47,8 @@ class Row:
             has NaN or Inf.
         overflows: With a batch: whether the candidate's outputs have NaN or Inf while the float32
             outputs are finite.
+        other_relative_error: With a batch: the same error in the other 16-bit format.
+        overflows_in_other: With a batch: whether its outputs have NaN or Inf in that format only.
     """
 
     path: str
@@ -63,6 +66,8 @@ class Row:
     underflow_share: float | None = None
     relative_error: float | None = None
     overflows: bool = False
+    other_relative_error: float | None = None
+    overflows_in_other: bool = False
 
 
 @dataclass(frozen=True)
@@ -80,6 +85,9 @@ class Audit:
         traffic: The float32 part of the bytes of a training step. `None` for a model that does not
             compute in 16 bits, is no graph of layers with known shapes, or cannot be traced.
         jit_compile: A sentence: whether Keras compiles the model with XLA, and why not if not.
+        formats: With a batch: the relative error of the model's outputs in the 16-bit format of the
+            candidate, and then in the other one, without loss scales and gradients. Empty if the
+            outputs have NaN or Inf in float32.
     """
 
     model: str
@@ -89,6 +97,7 @@ class Audit:
     notes: tuple[str, ...] = ()
     traffic: StepTraffic | None = None
     jit_compile: str = ""
+    formats: tuple[FormatErrors, ...] = ()
 
     @property
     def needs_float32(self) -> tuple[Row, ...]:
@@ -113,12 +122,22 @@ class Audit:
             lines.append(f"  {row.path} ({row.class_name}){reason}")
         if len(kept) > _MOST_IN_SUMMARY:
             lines.append(f"  and {len(kept) - _MOST_IN_SUMMARY} more")
-        lines += [*self._step_lines, *self.notes[:1]]
+        lines += [*self._format_lines, *self._step_lines, *self.notes[:1]]
         return "\n".join(map(printable, lines))
 
     @property
     def _computing(self) -> list[Row]:
         return [row for row in self.rows if row.class_name != "InputLayer"]
+
+    @property
+    def _compared(self) -> list[str]:
+        """The 16-bit formats whose errors the table has."""
+        return [each.format for each in self.formats] or [self.plan.compute_dtype]
+
+    @property
+    def _format_lines(self) -> list[str]:
+        """What follows of the comparison of both formats."""
+        return [formats_compared("With this batch", self.formats)] if self.formats else []
 
     @property
     def _step_lines(self) -> list[str]:
@@ -147,7 +166,7 @@ class Audit:
 
     def __rich__(self) -> RenderableType:
         sources = list(dict.fromkeys(row.source for row in self.rows if row.reason and row.source))
-        lines = [*self._step_lines, *self.notes]
+        lines = [*self._format_lines, *self._step_lines, *self.notes]
         lines += [f"[{number}] {source}" for number, source in enumerate(sources, 1)]
         unaligned = [row for row in self.rows if row.tensor_cores]
         if unaligned:
@@ -167,13 +186,14 @@ class Audit:
         table.add_column("after", no_wrap=True)
         if has_batch:
             table.add_column("amax", justify="right", no_wrap=True)
-            table.add_column("relative error", justify="right", no_wrap=True)
+            for name in self._compared:
+                table.add_column(f"{name}\nerror", justify="right", no_wrap=True)
         table.add_column("reason", overflow="fold", ratio=1, min_width=20)
         for row in self.rows:
             dtypes = filter(None, (row.compute_dtype, row.variable_dtype, row.output_dtype))
             cells = [row.path, row.class_name, "/".join(dict.fromkeys(dtypes)), row.planned_dtype]
             if has_batch:
-                cells += _measured_cells(row)
+                cells += _measured_cells(row, len(self._compared))
             number = ""
             if row.reason and row.source:
                 number = f" [{sources.index(row.source) + 1}]"
@@ -190,16 +210,24 @@ class Audit:
         )
 
 
-def _measured_cells(row: Row) -> tuple[str, str]:
-    """Returns the largest magnitude of a row and its relative error, as text."""
+def _measured_cells(row: Row, formats: int) -> list[str]:
+    """Returns the largest magnitude of a row and its relative error in each format, as text."""
     if row.amax is None:
-        return "", ""
+        return [""] * (1 + formats)
     amax = f"{row.amax:.3g}"
     if row.overflow_share:
         amax += f" ({row.overflow_share:.2%} overflow)"
-    if row.overflows:
-        return amax, "NaN or Inf"
-    return amax, "" if row.relative_error is None else f"{row.relative_error:.1e}"
+    cells = [
+        _error_cell(row.relative_error, row.overflows),
+        _error_cell(row.other_relative_error, row.overflows_in_other),
+    ]
+    return [amax, *cells[:formats]]
+
+
+def _error_cell(error: float | None, overflows: bool) -> str:
+    if overflows:
+        return "NaN or Inf"
+    return "" if error is None else f"{error:.1e}"
 
 
 def _color(row: Row) -> str:

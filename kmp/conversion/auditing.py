@@ -1,17 +1,20 @@
 """Audits a model for mixed precision, layer by layer and operation by operation."""
 
+import contextlib
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 import keras
 
+from kmp.advice.format_errors import FormatErrors
 from kmp.backend.jit_support import jit_compilation
 from kmp.backend.keras_internals import compute_dtypes, is_keras_class, is_passthrough
 from kmp.conversion.audit_table import Audit, Row
-from kmp.conversion.cloning import clone_model
+from kmp.conversion.cloning import Operations, clone_model
 from kmp.conversion.measurement import (
     ActivationStatistics,
+    Statistics,
     inference_passes,
     statistics_of,
 )
@@ -27,6 +30,7 @@ from kmp.conversion.op_rule import FOLLOWS_INPUTS
 from kmp.conversion.plan import Plan, make_plan
 from kmp.conversion.step_traffic import step_traffic
 from kmp.conversion.tensor_cores import unaligned_dimensions
+from kmp.replay import OTHER_FORMATS, Passes, PassResult, other_format_of
 from kmp.utils.float_formats import (
     BFLOAT16,
     DTYPES_16_BIT,
@@ -48,7 +52,9 @@ def audit(model: keras.Model, batch: Any = None, policy: str | None = None) -> A
     With a batch, runs the model in float32 and as a mixed-precision candidate, and reports
     overflow, underflow and the relative error of each layer's output. The candidate of a float32
     model is `kmp.convert(model, policy)`. A model that already computes in 16 bits is its own
-    candidate, and runs once more with all its layers in float32.
+    candidate, and runs once more with all its layers in float32. The same is done in the other
+    16-bit format, so that float16 and bfloat16 can be compared before training: of a float32 model
+    with the policy of that format, else with the same layers in float32.
 
     A float32 model with custom classes is rebuilt, even without a batch, to find out whether
     `kmp.convert` can do so. This takes the time and memory of a conversion, and Keras numbers the
@@ -88,8 +94,10 @@ def audit(model: keras.Model, batch: Any = None, policy: str | None = None) -> A
     error = "" if batch is not None else _conversion_error(model, parts, plan, is_converted)
     keeps_dtypes = is_converted or bool(error)
     rows = [_row(part, plan, keeps_dtypes) for part in parts]
+    formats: tuple[FormatErrors, ...] = ()
     if batch is not None:
-        rows = _with_statistics(rows, model, parts, plan, batch, is_converted)
+        operations = {part.path: part.operation for part in parts}
+        rows, formats = _with_statistics(rows, model, plan, batch, operations)
     return Audit(
         model.name,
         tuple(rows),
@@ -98,6 +106,7 @@ def audit(model: keras.Model, batch: Any = None, policy: str | None = None) -> A
         tuple(_notes(model)),
         step_traffic(model) if is_converted and not quantized else None,
         jit_compilation(model),
+        formats,
     )
 
 
@@ -108,50 +117,91 @@ def _own_policy(model: keras.Model) -> str:
 
 
 def _with_statistics(
-    rows: list[Row],
-    model: keras.Model,
-    parts: list[Part],
-    plan: Plan,
-    batch: Any,
-    is_converted: bool,
-) -> list[Row]:
-    """Returns rows with the statistics of a batch: of the model in float32 and in 16 bits.
-
-    A converted model is its own candidate.
-    """
+    rows: list[Row], model: keras.Model, plan: Plan, batch: Any, operations: Operations
+) -> tuple[list[Row], tuple[FormatErrors, ...]]:
+    """Returns rows with the statistics of a batch, and the errors of the outputs by format."""
     check_not_float64(model)
-    operations = {part.path: part.operation for part in parts}
     passes = inference_passes(model, operations, batch)
     reference = statistics_of(passes.in_float32())
-    if not is_converted:
-        passes = inference_passes(*clone_model(model, parts, plan), batch)
-    candidate = statistics_of(passes.in_own_precision())
-    number_format = FORMATS_16_BIT[plan.compute_dtype]
-    result: list[Row] = []
-    for row in rows:
-        exact, rounded = reference.get(row.path), candidate.get(row.path)
-        if exact is None or rounded is None:
-            result.append(row)
-        else:
-            result.append(_compared(row, exact, rounded, number_format))
-    return result
+    by_format = _passes_by_format(passes, plan, batch)
+    name, result = next(by_format)
+    candidate = statistics_of(result)
+    rows = [_compared(row, reference, candidate, FORMATS_16_BIT[name]) for row in rows]
+    formats = [_errors_in(name, reference, candidate)]
+    # The code of a custom layer may not take the other format.
+    with contextlib.suppress(ValueError):
+        for name, result in by_format:
+            candidate = statistics_of(result)
+            rows = [_compared_in_other(row, reference, candidate) for row in rows]
+            formats.append(_errors_in(name, reference, candidate))
+    outputs = reference.get("")
+    is_comparable = outputs is not None and outputs.is_finite
+    return rows, tuple(formats) if is_comparable else ()
+
+
+def _passes_by_format(passes: Passes, plan: Plan, batch: Any) -> Iterator[tuple[str, PassResult]]:
+    """Yields both 16-bit formats, each with a pass in it: first that of the candidate.
+
+    A converted model is its own candidate, and computes in the other format for a pass. One that
+    computes in both formats is passed only as it is.
+    """
+    model, number_format = passes.model, plan.compute_dtype
+    if not compute_dtypes(model).isdisjoint(DTYPES_16_BIT):
+        other = other_format_of(model)
+        yield OTHER_FORMATS[other] if other else number_format, passes.in_own_precision()
+        if other:
+            yield other, passes.in_format(other)
+        return
+    for name in (number_format, OTHER_FORMATS[number_format]):
+        policy = plan.policy.replace(number_format, name)
+        parts = parts_of(model, policy)
+        clone, operations = clone_model(model, parts, make_plan(model, parts, policy))
+        yield name, inference_passes(clone, operations, batch).in_own_precision()
 
 
 def _compared(
-    row: Row,
-    reference: ActivationStatistics,
-    candidate: ActivationStatistics,
-    number_format: FloatFormat,
+    row: Row, reference: Statistics, candidate: Statistics, number_format: FloatFormat
 ) -> Row:
-    are_finite = candidate.is_finite and reference.is_finite
+    """Returns a row with what a pass of the candidate shows."""
+    exact, rounded = reference.get(row.path), candidate.get(row.path)
+    if exact is None or rounded is None:
+        return row
     return replace(
         row,
-        amax=reference.amax,
-        overflow_share=reference.overflow_share(number_format),
-        underflow_share=reference.underflow_share(number_format),
-        relative_error=candidate.relative_error(reference) if are_finite else None,
-        overflows=reference.is_finite and not candidate.is_finite,
+        amax=exact.amax,
+        overflow_share=exact.overflow_share(number_format),
+        underflow_share=exact.underflow_share(number_format),
+        relative_error=_error(exact, rounded),
+        overflows=exact.is_finite and not rounded.is_finite,
     )
+
+
+def _compared_in_other(row: Row, reference: Statistics, candidate: Statistics) -> Row:
+    """Returns a row with what a pass in the other format shows."""
+    exact, rounded = reference.get(row.path), candidate.get(row.path)
+    if exact is None or rounded is None:
+        return row
+    return replace(
+        row,
+        other_relative_error=_error(exact, rounded),
+        overflows_in_other=exact.is_finite and not rounded.is_finite,
+    )
+
+
+def _error(exact: ActivationStatistics, rounded: ActivationStatistics) -> float | None:
+    are_finite = exact.is_finite and rounded.is_finite
+    return rounded.relative_error(exact) if are_finite else None
+
+
+def _errors_in(name: str, reference: Statistics, candidate: Statistics) -> FormatErrors:
+    """Returns the error of the model's outputs in a format, or the first layer that overflows."""
+    for path, each in candidate.items():
+        if not each.is_finite and path in reference and reference[path].is_finite:
+            return FormatErrors(name, None, failures=(f"layer {path!r} returns NaN or Inf",))
+    exact, rounded = reference.get(""), candidate.get("")
+    if exact is None or rounded is None:
+        return FormatErrors(name, None)
+    return FormatErrors(name, _error(exact, rounded))
 
 
 def _conversion_error(model: keras.Model, parts: list[Part], plan: Plan, is_converted: bool) -> str:

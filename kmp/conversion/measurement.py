@@ -67,8 +67,12 @@ def _squared_norm(values: np.ndarray) -> float:
 
 def statistics_of(result: PassResult) -> Statistics:
     """Returns the statistics of a pass with all values, in the order in which calls finished."""
-    outputs = result.marks.outputs
-    return {path: ActivationStatistics(values) for path, values in outputs.items() if values}
+    found = {}
+    for path, outputs in result.marks.outputs.items():
+        values = [each for each in outputs if np.issubdtype(each.dtype, np.floating)]
+        if values:
+            found[path] = ActivationStatistics(values)
+    return found
 
 
 def inference_passes(

@@ -9,7 +9,9 @@ from kmp.diagnosis.run_metrics import RunMetrics, name_of
 from kmp.records import Replay
 from kmp.utils.float_formats import DTYPES_16_BIT, FLOAT16, FLOAT32
 
+NONE: Edits = ()
 IN_FLOAT32 = SetArguments("kmp.enable", {"policy": "'float32'"})
+APPLY_UNSCALED = SetArguments("self.optimizer.apply", {"unscaled": "True"})
 
 
 def power(exponent: float) -> str:

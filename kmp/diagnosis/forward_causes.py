@@ -61,12 +61,14 @@ class NonfiniteInFloat32(Cause):
     Args:
         variables: The variables with NaN or Inf.
         operation: The first operation with NaN or Inf, if there are no such variables.
+        is_from_start: Whether the variables had NaN or Inf before the first update.
     """
 
     stage = Stage.FORWARD
 
     variables: list[str]
     operation: NonfiniteOperation | None
+    is_from_start: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -233,12 +235,14 @@ def is_cast_of_constant(found: NonfiniteOperation) -> bool:
 def _nonfinite_in_float32(run: RunMetrics, replay: Replay) -> NonfiniteInFloat32:
     variables = replay.batch.nonfinite_variables
     if variables:
+        is_from_start = run.has_never_updated
         return NonfiniteInFloat32(
             name="loss",
             location=variables[0],
-            edits=(edits.smaller_learning_rate(run),),
+            edits=() if is_from_start else (edits.smaller_learning_rate(run),),
             variables=variables,
             operation=None,
+            is_from_start=is_from_start,
         )
     first = replay.operations[0] if replay.operations else None
     location = first.layer if first else ""

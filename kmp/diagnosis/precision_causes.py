@@ -44,11 +44,20 @@ class UnscaledLoss(Cause):
         if replay is None or unscaled is None or not unscaled.layers:
             return None
         layers = [run.created_layer(layer) for layer in unscaled.layers]
-        origin, location = "", layers[0]
+        origin, location, change = "", layers[0], edits.NONE
         if unscaled.origin and run.settings.get("train_step") == "keras":
             origin = location = run.created_layer(unscaled.origin)
+        if unscaled.change:  # it is in the training step
+            location = ""
+        if unscaled.change == "divided":
+            change = (edits.APPLY_UNSCALED,)
         return cls(
-            name="unscaled_loss", location=location, replay=replay, layers=layers, origin=origin
+            name="unscaled_loss",
+            location=location,
+            edits=change,
+            replay=replay,
+            layers=layers,
+            origin=origin,
         )
 
 

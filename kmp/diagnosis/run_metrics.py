@@ -134,11 +134,9 @@ class RunMetrics:
 
         Of layers that had not converged.
         """
-        errors = []
+        errors: list[float] = []
         for _, replay in self.comparisons:
-            for each in replay.gradient_errors:
-                if not soundness.has_converged(each):
-                    errors.append(each.error)
+            errors += [each.error for each in soundness.unconverged(replay.gradient_errors)]
         return max(errors, default=None)
 
     @property
@@ -370,6 +368,12 @@ class RunMetrics:
         nonfinite = int(self.run.last("nonfinite_losses_in_a_row") or 0)
         streak = self.consecutive_overflows
         return thresholds.STUCK_AFTER <= streak <= nonfinite and streak < self.steps
+
+    @property
+    def has_never_updated(self) -> bool:
+        """Whether all recorded steps were skipped, so that the weights are those of the start."""
+        first_step = min((row["step"] for row in self.run.rows), default=0)
+        return first_step > 0 and self.consecutive_overflows > self.last_step - first_step
 
     @property
     def is_stuck(self) -> bool:

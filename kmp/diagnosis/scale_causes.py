@@ -35,6 +35,11 @@ class NonfiniteGradients(Cause):
     operation: NonfiniteOperation | None
     origin: str
 
+    @property
+    def is_slope(self) -> bool:
+        """Whether the operation is the slope of a root, which is infinite at 0."""
+        return self.operation is not None and self.operation.operation in SLOPES
+
     @classmethod
     def of(cls, run: RunMetrics) -> "NonfiniteGradients | None":
         """Returns the cause if the run has it."""

@@ -1,5 +1,6 @@
 """Whether a compared pass is sound, and where a harmful error begins."""
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 
 from kmp.diagnosis import thresholds
@@ -16,14 +17,28 @@ from kmp.records.replay import (
 from kmp.utils.float_formats import BFLOAT16, FLOAT16, FloatFormat
 
 
-def has_converged(error: GradientError) -> bool:
-    """Whether gradients are nothing beside those of earlier steps: errors do no harm then."""
-    return error.norm < thresholds.CONVERGED * error.largest_norm
+def unconverged(errors: Sequence[GradientError]) -> list[GradientError]:
+    """Returns the errors of layers whose gradients are not nothing beside those of earlier steps.
+
+    Errors of the others do no harm: the layer has learned what it can, or the whole training has,
+    this layer with it.
+    """
+    norm = math.hypot(*(each.norm for each in errors))
+    largest = math.hypot(*(each.largest_norm for each in errors))
+    have_all_converged = norm < thresholds.CONVERGED * largest
+    found = []
+    for each in errors:
+        limit = thresholds.CONVERGED
+        if have_all_converged:
+            limit = thresholds.CONVERGED_WITH_ALL
+        if each.norm >= limit * each.largest_norm:
+            found.append(each)
+    return found
 
 
 def is_harmful_gradient(error: GradientError) -> bool:
     """Whether the error is large, and far above the sampling noise, or its lost part above it."""
-    if has_converged(error) or error.error <= thresholds.HARMFUL_GRADIENT_ERROR:
+    if error.error <= thresholds.HARMFUL_GRADIENT_ERROR:
         return False
     noise = error.noise or 0.0
     lost = 1.0 - error.kept
@@ -58,7 +73,7 @@ def are_harmful(
     """Whether errors of outputs and gradients are so large that 16 bits hurt the training."""
     if not gradient_errors:
         return output_error > thresholds.HARMFUL_OUTPUT_ERROR_ALONE
-    if any(map(is_harmful_gradient, gradient_errors)):
+    if any(map(is_harmful_gradient, unconverged(gradient_errors))):
         return True
     largest = max(error.error for error in gradient_errors)
     is_noticed = largest > thresholds.NOTICED_GRADIENT_ERROR
@@ -77,7 +92,7 @@ def lost_states(replay: Replay) -> list[StateError]:
 
 def harmful_gradients(replay: Replay) -> list[GradientError]:
     """Returns the errors of gradients of a replay that are harmful, the largest first."""
-    return list(filter(is_harmful_gradient, replay.gradient_errors))
+    return list(filter(is_harmful_gradient, unconverged(replay.gradient_errors)))
 
 
 def is_harmful(replay: Replay, number_format: FloatFormat = FLOAT16) -> bool:
@@ -97,12 +112,17 @@ def loss_difference(replay: Replay) -> float:
     return abs(replay.loss - replay.float32_loss)
 
 
+def has_other_loss(replay: Replay) -> bool:
+    """Whether the loss differs from float32 by more than its rounding."""
+    limit = thresholds.HARMFUL_OUTPUT_ERROR * abs(replay.float32_loss or 0.0)
+    return loss_difference(replay) > limit
+
+
 def is_born_in_loss(replay: Replay) -> bool:
     """Whether the loss differs from float32, while the outputs it is computed from do not."""
     if (replay.output_error or 0.0) > thresholds.HARMFUL_OUTPUT_ERROR:
         return False
-    limit = thresholds.HARMFUL_OUTPUT_ERROR * abs(replay.float32_loss or 0.0)
-    return loss_difference(replay) > limit
+    return has_other_loss(replay)
 
 
 def needs_another_scale_only(replay: Replay) -> bool:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from kmp.diagnosis import edits, thresholds
-from kmp.diagnosis.cause import Cause, Edit, Edits, SetArguments, Stage
+from kmp.diagnosis.cause import Cause, Edit, Edits, PrepareData, SetArguments, Stage
 from kmp.diagnosis.run_metrics import RunMetrics, name_of
 from kmp.diagnosis.sample_statistics import counts_below, unscaled_counts
 from kmp.records import GradientSample
@@ -317,12 +317,26 @@ def _mostly_unchanged(nonzero: Counter[str], unchanged: Counter[str]) -> list[st
     return [name for name in variables if shares[name] > thresholds.MOSTLY_LOST]
 
 
+def with_float32_weights(name: str) -> str:
+    """Returns the statement that converts a model with weights in 16 bits, such as one of a file.
+
+    Args:
+        name: The name of their format.
+    """
+    return f"model = kmp.convert(kmp.to_float32(model), 'mixed_{name}')"
+
+
 def _with_float32_weights(
     run: RunMetrics, variables: Sequence[str], number_format: FloatFormat
 ) -> Edits:
     """Returns the edits after which 16-bit variables are float32: all, or those of a layer."""
     name = number_format.name
-    if not variables or run.settings.get("policy", name) == name:
+    is_of_model = not variables or run.settings.get("policy", name) == name
+    are_all = run.settings.get("variable_dtypes") == [name]
+    if run.settings.get("policy_in_force") == f"mixed_{name}" and (is_of_model or are_all):
+        # The layers keep the policy with which they were created, in another program maybe.
+        return (PrepareData(with_float32_weights(name)),)
+    if is_of_model:
         return (edits.mixed_policy(name),)
     with_own_dtype = run.settings.get("own_dtype_variables", [])
     own = [path for path in variables if path in with_own_dtype]

@@ -14,6 +14,10 @@ logger = logging.getLogger("kmp")
 # GPUs of the Turing chips TU116 and TU117, which have compute capability 7.5 and no Tensor Cores.
 # Source: NVIDIA's data sheets.
 _NO_TENSOR_CORES = re.compile(r"GTX 16\d\d|MX[45]50|CMP 30HX|\bT(400|500|550|600|1000|1200|2000)\b")
+_HOW_TO_COMPARE = (
+    "What float16 and bfloat16 lose of your model: kmp.audit(model, batch) before training, and the"
+    " report of a 16-bit training with kmp.callbacks.defaults(log_dir=...)."
+)
 _logged: set[str] = set()  # the dtypes of which a message was logged
 
 
@@ -88,7 +92,7 @@ def resolve(policy: str) -> str:
     """
     best, reason = best_policy(gpus())
     if policy == "auto":
-        logger.warning("kmp.enable('auto') uses %r: %s.", best, reason)
+        logger.warning("kmp.enable('auto') uses %r: %s. %s", best, reason, _HOW_TO_COMPARE)
         return best
     dtype, best_dtype = (name.removeprefix("mixed_") for name in (policy, best))
     if dtype not in (best_dtype, "float32", *_logged):

@@ -69,11 +69,14 @@ def enable(
     jit_compile: bool | str = "auto",
     **loss_scale_settings: Unpack[LossScaleSettings],
 ) -> Handle:
-    """Sets the global dtype policy, and makes `model.compile` add loss scaling.
+    """Sets the global dtype policy, and makes `model.compile` watch the training.
 
-    Layers created after this call use the policy. If any layer of a model computes in float16,
-    `compile` wraps its optimizer in `kmp.LossScaleOptimizer`; `compile(auto_scale_loss=False)` does
-    not. bfloat16 and float32 need no loss scale: bfloat16 has the exponent range of float32.
+    Layers created after this call use the policy. `compile` wraps the optimizer in
+    `kmp.LossScaleOptimizer`, so that callbacks can watch; `compile(auto_scale_loss=False)` does
+    not. If any layer of the model computes in float16, the loss is scaled. bfloat16 and float32
+    need no loss scale, because bfloat16 has the exponent range of float32: the scale is then fixed
+    at 1, nothing is multiplied or divided, and finite steps change the weights as the plain
+    optimizer does.
 
     If a model with kmp's optimizer skips a step, the state of its layers is restored. Batches with
     a non-finite loss are excluded from its metrics. `fit` is fixed for several workers, and for
@@ -96,13 +99,14 @@ def enable(
             `"mixed_bfloat16"`, `"float32"`, or `"float16"` (float16 variables and computation); or
             a `keras.DTypePolicy` with such a name. `"auto"` chooses by the GPUs: `"mixed_bfloat16"`
             if all compute bfloat16 in hardware, else `"mixed_float16"` if all have Tensor Cores,
-            else `"float32"`; one logged line says which and why.
+            else `"float32"`; one logged line says which and why. What each format loses of a model,
+            `kmp.audit(model, batch)` shows before a training, and a report after it.
         jit_compile: Whether to compile the optimizer's step with XLA if the model is not compiled
             with XLA: `True`, `False` or `"auto"` (default, on a GPU), as in
             `kmp.LossScaleOptimizer`.
         **loss_scale_settings: `initial_scale`, `growth_interval`, `growth_factor`,
             `backoff_factor`, `hysteresis`, `min_scale`, `max_scale`, `loss_scale`: as in
-            `kmp.LossScaleOptimizer`.
+            `kmp.LossScaleOptimizer`, for models with a layer that computes in float16.
 
     Returns:
         A `Handle`. As a context manager it restores the previous policy and settings on exit, also

@@ -23,12 +23,13 @@ from kmp.enabling.active_settings import (
     is_float16_enabled,
     rewrite_dtypes,
 )
-from kmp.enabling.optimizers import follow_model, wrap_for_compile
+from kmp.enabling.optimizers import wrap_for_compile
 from kmp.guarding.guarded_step import guard_train_step, guarded_step_of, is_built
 from kmp.guarding.model_optimizers import optimizers_of
 from kmp.layers.float32_classes import keep_in_float32, selected_classes
 from kmp.layers.fused_normalization import fuse_normalization
 from kmp.optimizer import LossScaleOptimizer
+from kmp.scaling import NO_SCALE
 from kmp.utils import user_messages
 from kmp.utils.float_formats import DTYPES_16_BIT, FLOAT16
 
@@ -66,9 +67,9 @@ def compile_patch(original: Callable[..., None]) -> Callable[..., None]:
 
     @functools.wraps(original)
     def compile(self: keras.Model, optimizer: Any = "rmsprop", *args: Any, **kwargs: Any) -> None:
-        if not (active or rewrite_dtypes):
-            if isinstance(optimizer, LossScaleOptimizer):
-                follow_model(optimizer, _computes_in_float16(self))
+        is_on = bool(active or rewrite_dtypes)
+        is_wrapped = isinstance(optimizer, LossScaleOptimizer)
+        if not (is_on or is_wrapped):
             original(self, optimizer, *args, **kwargs)
             return
         arguments = dict(zip(_COMPILE_ARGUMENTS[: len(args)], args, strict=True))
@@ -79,12 +80,29 @@ def compile_patch(original: Callable[..., None]) -> Callable[..., None]:
         if rewrite_dtypes:
             _check_rewrite(arguments)
             arguments["jit_compile"] = False
-        if scales and (active or FLOAT16.name in rewrite_dtypes):
+        wraps = scales and bool(active or FLOAT16.name in rewrite_dtypes)
+        if is_wrapped or wraps:
             optimizer, scales = wrap_for_compile(optimizer, _computes_in_float16(self)), False
-        original(self, optimizer=optimizer, auto_scale_loss=scales and not active, **arguments)
-        _note_compiled(self)
+        saved = _saved_optimizer(optimizer)
+        original(self, optimizer=saved, auto_scale_loss=scales and not active, **arguments)
+        if saved is not optimizer:
+            self.optimizer = optimizer
+        if is_on:
+            _note_compiled(self)
 
     return compile
+
+
+def _saved_optimizer(optimizer: Any) -> Any:
+    """Returns the optimizer that Keras saves with a model: what its `compile` gets.
+
+    Where kmp has chosen that nothing is scaled, this is the plain one: such a file loads without
+    kmp, and under `enable` the optimizer is wrapped again.
+    """
+    if not isinstance(optimizer, LossScaleOptimizer):
+        return optimizer
+    is_plain = optimizer.follows_model and optimizer.rule == NO_SCALE
+    return optimizer.inner_optimizer if is_plain else optimizer
 
 
 def _check_rewrite(arguments: dict[str, Any]) -> None:

@@ -73,7 +73,7 @@ def wrap_for_compile(
     if optimizer is None:
         return None
     if isinstance(optimizer, LossScaleOptimizer):
-        follow_model(optimizer, computes_in_float16)
+        _follow_model(optimizer, computes_in_float16)
         return optimizer
     if not isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
         wrapped = _wrapped(optimizer, _settings_for(optimizer, computes_in_float16))
@@ -90,7 +90,7 @@ def wrap_for_compile(
     return wrap(optimizer.inner_optimizer, **settings)
 
 
-def follow_model(optimizer: LossScaleOptimizer, computes_in_float16: bool) -> None:
+def _follow_model(optimizer: LossScaleOptimizer, computes_in_float16: bool) -> None:
     """Sets the loss scale that fits the model, for an optimizer that `wrap` got without one."""
     if not optimizer.follows_model or optimizer.built:
         return

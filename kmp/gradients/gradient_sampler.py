@@ -19,6 +19,12 @@ from kmp.gradients.unscaling import is_overwritten, multiply_gradients
 from kmp.records import BIN_COUNT, GradientSample
 from kmp.utils.names import unique_names
 
+# What is stored of a sample: its step and loss scale, then for each variable the amax, the sum of
+# squares and the counts. All in one float64 variable, which has each number exactly: TensorFlow
+# visits each variable of a branch in every step, and each takes longer than the branch itself.
+_ABOUT = 2
+_COLUMNS = 2 + BIN_COUNT
+
 
 def paths_of(variables: Variables) -> list[str]:
     """Returns the paths of variables; a repeated path gets a number."""
@@ -47,7 +53,7 @@ class GradientSampler:
         self._first_step = 0
         self._paths: list[str] = []
         self._indices: list[int] = []
-        self._step: Any = None
+        self._storage: Any = None
 
     def build(self, variables: Variables) -> None:
         """Sets the variables to sample, without float8 scales.
@@ -122,34 +128,31 @@ class GradientSampler:
                 step is ignored.
         """
         self._clock.follow(steps)
-        step = 0 if self._step is None else int(self._step.numpy())
+        if self._storage is None:
+            return None
+        values = distribution.local_values(self._storage)
+        step, scale = values[0][:_ABOUT].tolist()
         if not 0 < step <= steps:
             return None
         row_of = {index: row for row, index in enumerate(self._indices)}
         sampled = [index for index in order if index in row_of]
         rows = [row_of[index] for index in sampled]
-        counts = np.sum(distribution.local_values(self._counts), axis=0)
-        amax = np.max(distribution.local_values(self._amax), axis=0)
-        square_sum = np.sum(distribution.local_values(self._square_sum), axis=0)
-        scale = float(self._scale.numpy())
+        of_replicas = np.stack([each[_ABOUT:].reshape(-1, _COLUMNS) for each in values])[:, rows]
+        amax, square_sum, counts = np.split(of_replicas, [1, 2], axis=2)
         return GradientSample(
-            step,
+            int(step),
             scale,
             tuple(self._paths[index] for index in sampled),
-            counts[rows],
-            amax=amax[rows].astype(np.float64),
-            norm=np.sqrt(square_sum)[rows] / scale,
+            counts.sum(axis=0).astype(np.int64),
+            amax=amax.max(axis=0)[:, 0],
+            norm=np.sqrt(square_sum.sum(axis=0))[:, 0] / scale,
         )
 
     def _create_storage(self) -> None:
-        rows = len(self._indices)
-        self._step = distribution.variable("sample_step", "int64", aggregation="only_first_replica")
-        self._scale = distribution.variable(
-            "sample_loss_scale", "float32", aggregation="only_first_replica"
+        size = _ABOUT + len(self._indices) * _COLUMNS
+        self._storage = distribution.variable(
+            "gradient_sample", "float64", (size,), aggregation="only_first_replica"
         )
-        self._amax = distribution.variable("sample_amax", "float32", (rows,))
-        self._square_sum = distribution.variable("sample_square_sum", "float64", (rows,))
-        self._counts = distribution.variable("sample_counts", "int64", (rows, BIN_COUNT))
 
     @property
     def _common_interval(self) -> int:
@@ -165,14 +168,10 @@ class GradientSampler:
         if is_unscaled:
             sampled = multiply_gradients(sampled, scale)
         statistics = gradient_statistics(sampled)
-        self._counts.assign(statistics.counts)
-        self._amax.assign(statistics.amax)
-        self._square_sum.assign(statistics.square_sum)
-        # At the end of a dataset of unknown length, Keras starts a step that gets no batch; it must
-        # not be recorded.
-        with tf.control_dependencies([statistics.counts]):
-            self._step.assign(step)
-            self._scale.assign(scale)
+        about = tf.stack([tf.cast(step, tf.float64), tf.cast(scale, tf.float64)])
+        columns = statistics.amax[:, None], statistics.square_sum[:, None], statistics.counts
+        of_variables = tf.concat([tf.cast(each, tf.float64) for each in columns], axis=1)
+        self._storage.assign(tf.concat([about, tf.reshape(of_variables, [-1])], axis=0))
 
 
 def copies_of(variables: Mapping[str, Any]) -> dict[str, tf.Tensor]:

@@ -117,6 +117,10 @@ class Counters(NamedState):
         # TensorFlow unstacks int64 on the host.
         return Counts(*(counts[index] for index in COUNT_INDEX.values()))
 
+    def value(self, name: str) -> tf.Tensor:
+        """Returns one of the counts as a tensor on the device."""
+        return ops.copy(self.counts)[COUNT_INDEX[name]]
+
     def count(
         self,
         before: Counts,

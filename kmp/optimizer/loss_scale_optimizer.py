@@ -1,5 +1,6 @@
 """The optimizer that scales the loss. `kmp.optimizer.step` has the steps that `apply` takes."""
 
+from collections.abc import Iterable
 from typing import Any
 
 import keras
@@ -193,9 +194,15 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
     def _step(self, gradients: Gradients, arguments: StepArguments) -> None:
         take_step(self._step_state, gradients, arguments)
 
-    @keras_internals.without_tracking
     def build(self, var_list: Variables) -> None:
         """Creates the counters by variable and the inner optimizer's variables."""
+        if self.rule == scaling.NO_SCALE:
+            # Its variables have the order of a plain optimizer, because that is what is saved.
+            self.inner_optimizer.build(var_list)
+        self._build(var_list)
+
+    @keras_internals.without_tracking
+    def _build(self, var_list: Variables) -> None:
         # Keras' `build` would also create the variables of these options for the wrapper.
         self.__dict__.update(use_ema=False, gradient_accumulation_steps=None)
         try:
@@ -475,6 +482,21 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
             if value != getattr(_DEFAULT, name):
                 config[name] = value
         return config
+
+    def save_own_variables(self, store: Any) -> None:
+        """Saves the variables of Keras' class; without a loss scale, those of a plain optimizer."""
+        if self.rule == scaling.NO_SCALE:
+            self.inner_optimizer.save_own_variables(store)
+        else:
+            super().save_own_variables(store)
+
+    def __dir__(self) -> Iterable[str]:
+        """Lists the attributes, in which Keras finds what else to save."""
+        names = super().__dir__()
+        if vars(self).get("rule") != scaling.NO_SCALE:
+            return names
+        # `save_own_variables` has saved it.
+        return [name for name in names if name != "inner_optimizer"]
 
     def exclude_from_weight_decay(self, var_list: Any = None, var_names: Any = None) -> None:
         """Excludes variables from the weight decay of the inner optimizer, as there."""

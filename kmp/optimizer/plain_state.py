@@ -1,17 +1,16 @@
 """State of a plain optimizer for a wrapped one, and the other way round.
 
 A run in float32 trains with a plain optimizer, the same run in float16 with one inside of a
-`LossScaleOptimizer`. Keras finds variables in a file by their position, and TensorFlow by the
-attributes that lead to them, so neither finds those of the other.
+`LossScaleOptimizer`. Keras finds variables in a file by their position, and finds no state of the
+other one. `kmp.backend.checkpoint_binding` does the same for `tf.train.Checkpoint`.
 """
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 from weakref import WeakSet
 
 import keras
-import tensorflow as tf
 
 from kmp.backend import keras_internals
 from kmp.gradients.tensor_groups import Variables
@@ -76,52 +75,3 @@ def _fits(variables: Variables, store: Any, first: int = 0) -> bool:
 def _assign(variables: Variables, store: Any, first: int = 0) -> None:
     for index, variable in enumerate(variables, start=first):
         variable.assign(store[str(index)])
-
-
-def checkpoint_read_patch(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Patches `tf.train.Checkpoint.read` to raise an error if an optimizer is wrapped otherwise.
-
-    TensorFlow's error is about the dtype of a variable, or it loads nothing of the optimizer.
-    """
-
-    @functools.wraps(original)
-    def read(self: tf.train.Checkpoint, save_path: Any, *args: Any, **kwargs: Any) -> Any:
-        for place, optimizer in _optimizers_in(self):
-            _check_wrapped_alike(place, optimizer, save_path)
-        return original(self, save_path, *args, **kwargs)
-
-    return read
-
-
-def _optimizers_in(
-    checkpoint: tf.train.Checkpoint,
-) -> Iterator[tuple[str, keras.optimizers.Optimizer]]:
-    """Yields the optimizers of a checkpoint with the beginning of the names of their variables."""
-    for name, value in vars(checkpoint).items():
-        optimizer = getattr(value, "optimizer", None) if isinstance(value, keras.Model) else value
-        if isinstance(optimizer, keras.optimizers.Optimizer):
-            yield (f"{name}/" if optimizer is value else f"{name}/optimizer/"), optimizer
-
-
-def _check_wrapped_alike(place: str, optimizer: keras.optimizers.Optimizer, save_path: Any) -> None:
-    try:
-        names = [name for name, _ in tf.train.list_variables(save_path)]
-    except (TypeError, ValueError, tf.errors.OpError):
-        return  # no checkpoint, about which TensorFlow raises its own error
-    of_optimizer = [name for name in names if name.startswith(place)]
-    in_wrapper = [name for name in of_optimizer if name.startswith(f"{place}inner_optimizer/")]
-    is_wrapper = isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
-    if not of_optimizer or is_wrapper == bool(in_wrapper):
-        return
-    if is_wrapper:
-        raise ValueError(
-            f"The checkpoint {save_path} has a plain optimizer at {place!r}, and not one in a"
-            " LossScaleOptimizer. Read it into a plain optimizer, and wrap that afterwards:"
-            " `kmp.wrap(optimizer)`. For a model, compile it with `auto_scale_loss=False` to read"
-            " the checkpoint, then again with the wrapped optimizer."
-        )
-    raise ValueError(
-        f"The checkpoint {save_path} has a LossScaleOptimizer at {place!r}, and not a plain"
-        " optimizer. Read it into `kmp.LossScaleOptimizer(optimizer)`, and train with its"
-        " `inner_optimizer` afterwards."
-    )

@@ -91,6 +91,9 @@ class Settings(TypedDict, total=False):
     settings_call: Annotated[Text, _is("the call that has set the loss scale")]
     model: Annotated[Text, _is("the name of the model")]
     policy: Annotated[Text, _is("the name of its dtype policy")]
+    policy_in_force: Annotated[
+        Text, _is("that of Keras' global one, which a model from a file does not follow")
+    ]
     parameters: Annotated[Count, _is("the number of elements of its weights")]
     layers: Annotated[TextByPath, _is("the class of each of its layers, by path")]
     next_layers: Annotated[

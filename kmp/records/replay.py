@@ -27,6 +27,7 @@ BATCH_X, BATCH_Y, BATCH_WEIGHTS = BATCH_PARTS = (
 )
 LOSS_FUNCTION = "the loss function"
 
+Format16 = Literal["float16", "bfloat16"]
 Share = Annotated[float, Meta(ge=0, le=1)]
 ShareByPath = Annotated[dict[Text, Share], MOST_VARIABLES]
 MagnitudeByPath = Annotated[dict[Text, Magnitude], MOST_VARIABLES]
@@ -240,7 +241,7 @@ class LayerError:
     """What the precision of the model changes in the outputs of a layer.
 
     Relative errors are L2 norms of the difference from float32, relative to how the outputs differ
-    between examples.
+    between examples; of integers, such as indices, the share of those that differ.
 
     Args:
         layer: Path of the layer.
@@ -337,11 +338,17 @@ class UnscaledGradients:
             gradients.
         origin: The layer with the backward pass after which they do not grow; empty if it is not
             known.
+        change: What the training step does to all of them, if passes have shown it: `"clipped"`
+            while they are scaled, or `"divided"` by the loss scale before the optimizer divides
+            them too.
+        times: How many times too small the optimizer gets them; 0 without a `change`.
     """
 
     layers: Names = field(default_factory=list)
     are_all: bool = False
     origin: Text = ""
+    change: Literal["", "clipped", "divided"] = ""
+    times: Magnitude = 0.0
 
 
 @dataclass(frozen=True)
@@ -365,6 +372,34 @@ class LayerSearch:
     is_sound_in_bfloat16: bool | None = None
     loss_scale: LossScale | None = None
     branch: Names = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class OtherFormat:
+    """What a pass in the 16-bit format shows that the model does not compute in.
+
+    With the same weights, batch and float32 layers as the pass in the precision of the model.
+
+    Args:
+        format: That format.
+        loss_scale: The loss scale of the pass: 1 in bfloat16. In float16 the largest power of two
+            at which no gradient comes near float16's maximum, at most the default of 2^15.
+        is_finite: Whether the loss and all gradients were finite, or without these the outputs.
+        comparison: The differences from float32, without those of states. `None` if the pass was
+            not finite.
+        overflow: Where NaN and Inf begin. `None` if the pass was finite.
+    """
+
+    format: Format16
+    loss_scale: LossScale
+    is_finite: bool
+    comparison: Comparison | None = None
+    overflow: Overflow | None = None
+
+    @property
+    def own_format(self) -> Format16:
+        """The 16-bit format that the model computes in."""
+        return "bfloat16" if self.format == "float16" else "float16"
 
 
 @dataclass(frozen=True)
@@ -393,6 +428,9 @@ class Replay:
             measured, as it is for a `train_step` of the user's own, and where errors of gradients
             are harmful and no layers remove them.
         search: The search for layers that need float32. `None` in a pass that needs none.
+        other_format: A pass in the other 16-bit format. `None` in most replays: it is made at the
+            first one and once in the second half of a training. Also `None` if the pass took too
+            long, failed, or draws random numbers that differ between formats.
 
     Example:
     >>> errors = Comparison(output_error=0.3, layers=[LayerError("norm", error=0.3)])
@@ -414,6 +452,7 @@ class Replay:
     comparison: Comparison | None = None
     unscaled: UnscaledGradients | None = None
     search: LayerSearch | None = None
+    other_format: OtherFormat | None = None
 
     @property
     def float32_layers(self) -> list[str]:

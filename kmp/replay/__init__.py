@@ -5,12 +5,14 @@ from kmp.replay.batch_replay import Failure, StepContext, failing_part, replay_b
 from kmp.replay.eager_pass import Passes, PassResult, TrainStep
 from kmp.replay.failure_reasons import reason_of
 from kmp.replay.layer_search import DTYPE_ERRORS, Choices, find_float32_layers
+from kmp.replay.other_format import OTHER_FORMATS, other_format_of
 from kmp.replay.replay_attempts import ReplayAttempts
 from kmp.replay.tf32 import tensor_float_32
 
 __all__ = [
     "DTYPE_ERRORS",
     "MOST_EXAMPLES",
+    "OTHER_FORMATS",
     "BatchCapture",
     "CapturedBatch",
     "Choices",
@@ -23,6 +25,7 @@ __all__ = [
     "failing_part",
     "find_float32_layers",
     "is_ragged",
+    "other_format_of",
     "reason_of",
     "replay_batch",
     "tensor_float_32",

@@ -207,7 +207,7 @@ class BatchCapture:
             return StateBefore(
                 loss_scale=ops.copy(self.optimizer.dynamic_scale),
                 is_requested=ops.copy(self._is_requested),
-                overflows_in_a_row=self.optimizer.counters.values().overflows_in_a_row,
+                overflows_in_a_row=self.optimizer.counters.value("overflows_in_a_row"),
                 kept=ops.copy(self._next_step.kept),
             )
         return None

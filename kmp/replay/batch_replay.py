@@ -35,11 +35,13 @@ from kmp.replay.kept_branch import (
     ScaleRange,
     branch_to_keep,
     flushed_share,
+    flushed_variables,
     gradients_in_16_bits,
 )
 from kmp.replay.layer_marks import LayerMarks
 from kmp.replay.layer_search import DTYPE_ERRORS, computing_choices, find_float32_layers
 from kmp.replay.loss_scaling import unscaled_gradients
+from kmp.replay.other_format import other_format
 from kmp.replay.precision_loss import Reference, gradient_errors, layer_errors, state_errors
 from kmp.utils.float_formats import BFLOAT16, FLOAT16, FLOAT32, FloatFormat, computing_format
 
@@ -58,19 +60,23 @@ class StepContext:
         step: The number of the training step.
         loss_scale: The loss scale in use.
         initial_scale: The loss scale at which the training began.
+        min_scale: The lowest one that its rule can reach.
         batch_size: The number of examples in the training batch, if the passes have only some of
             them: the gradients of a mean over fewer examples are larger.
         failed: `"loss"` or `"gradients"`: what was not finite in the training step of the batch.
         largest_norms: The largest norm of each layer's gradients in float32, in earlier comparisons
             of the training.
+        compares_formats: Whether to pass the batch in the other 16-bit format too.
     """
 
     step: int
     loss_scale: float
     initial_scale: float = 2.0**thresholds.LOG2_DEFAULT_SCALE
+    min_scale: float = FLOAT16.smallest_normal
     batch_size: int | None = None
     failed: Failure | None = None
     largest_norms: Mapping[str, float] = field(default_factory=dict)
+    compares_formats: bool = False
 
 
 def replay_batch(passes: Passes, context: StepContext) -> tuple[Replay, GradientSample | None]:
@@ -193,12 +199,13 @@ class _BatchReplay:
         )
         sample = exact.sample(self._context.step) if passes.step.run else None
         if not own.is_finite:
-            return self._with_overflow(found, own, exact), sample
+            found = self._with_overflow(found, own, exact)
+            return self._with_other_format(found, own, exact), sample
         is_comparable = exact.is_finite and not (own.is_random or exact.is_random)
         # A skipped step of a model in float32 says nothing about 16 bits.
         if is_comparable and not (self._format is FLOAT32 and self._context.failed):
-            return self._with_comparison(found, own, exact), sample
-        return found, sample
+            found = self._with_comparison(found, own, exact)
+        return self._with_other_format(found, own, exact), sample
 
     def _in_own_precision(self, exact: PassResult) -> PassResult:
         """Returns the pass in the precision of the model, which may be that in float32."""
@@ -285,7 +292,7 @@ class _BatchReplay:
         """Whether the pass is sound in bfloat16; `None` if there is no time to try."""
         passes = replace(self._searching, deadline=time.monotonic() + _BFLOAT16_SECONDS)
         try:
-            result = passes.in_bfloat16(factor=factor, reference=exact)
+            result = passes.in_format(BFLOAT16.name, factor=factor, reference=exact)
             return _is_sound(result, self._reference(exact), BFLOAT16)
         except (TimeoutError, *DTYPE_ERRORS):
             return None
@@ -294,8 +301,7 @@ class _BatchReplay:
         self, found: Replay, own: PassResult, exact: PassResult
     ) -> LayerSearch:
         """Returns layers with which a pass is finite, at a loss scale that flushes no branch."""
-        usable = found.gradients.usable_scale or 1.0
-        scale = min(max(1.0, usable), self._context.loss_scale)
+        scale = self._scale_of_search(found, own, exact)
         branch = None
         highest = self._context.initial_scale
         if scale < highest:
@@ -321,6 +327,20 @@ class _BatchReplay:
         if branch is None:
             return search
         return replace(search, loss_scale=branch.loss_scale, branch=branch.layers)
+
+    def _scale_of_search(self, found: Replay, own: PassResult, exact: PassResult) -> float:
+        """Returns the loss scale at which layers have to make a pass finite.
+
+        The largest usable one that the rule can reach: where the pass is finite there as it is, no
+        layer has to change, unless that scale flushes gradients that a scale of 1 keeps.
+        """
+        usable = found.gradients.usable_scale or 1.0
+        scale = max(self._context.min_scale, usable)
+        if scale < 1.0:
+            at_1 = flushed_variables(exact, own.marks, 1.0)
+            flushed = flushed_variables(exact, own.marks, scale)
+            scale = 1.0 if flushed > at_1 else scale
+        return min(scale, self._context.loss_scale)
 
     def _find_operations(self, exact: PassResult) -> Overflow:
         """Returns where NaN and Inf begin, and the constants that float16 loses in those layers."""
@@ -407,6 +427,16 @@ class _BatchReplay:
     def _measured(self) -> LayerMarks:
         """The marks of a pass in float32 in which each layer also runs in its own precision."""
         return self._searching.in_float32(measure=True).marks
+
+    def _with_other_format(self, found: Replay, own: PassResult, exact: PassResult) -> Replay:
+        """Adds what a pass in the other 16-bit format shows, if the step asks for it."""
+        if not self._context.compares_formats or not exact.is_finite:
+            return found
+        if exact.gradients and not exact.knows_loss:  # no loss scale can be tried
+            return found
+        usable = _usable_scale(exact, own.marks, self._share)
+        other = other_format(self._passes, exact, usable, self._share)
+        return replace(found, other_format=other)
 
     def _reference(self, exact: PassResult) -> Reference:
         return Reference(

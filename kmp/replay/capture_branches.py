@@ -48,15 +48,16 @@ class SameStepBranch:
         is_whole: bool,
     ) -> None:
         """Adds the branch to the step that is traced now."""
-        counters = self._optimizer.counters.values()
-        skipped_in_a_row = counters.overflows_in_a_row
-        info = StepInfo(counters.step, before.loss_scale, skipped_in_a_row)
+        counters = self._optimizer.counters
 
         def capture() -> None:
+            # Read here, because each tensor that a branch gets takes time in every step.
+            skipped_in_a_row = counters.value("overflows_in_a_row")
+            info = StepInfo(counters.value("step"), before.loss_scale, skipped_in_a_row)
             self._is_requested.assign(0)
             variables.copy(tensors, info, is_whole=is_whole)
 
-        is_wanted = self._is_requested.value + skipped_in_a_row > 0
+        is_wanted = self._is_requested.value + counters.value("overflows_in_a_row") > 0
         ops.cond(is_wanted, outlined(capture), lambda: None)
 
 
@@ -88,7 +89,7 @@ class NextStepBranch:
         self.copy_kept(variables, before, is_whole=is_whole)
         for variable, tensor in zip(variables.last_batch, tensors, strict=True):
             variable.assign(tensor)
-        step = self._optimizer.counters.values().step
+        step = self._optimizer.counters.value("step")
         about = step, before.loss_scale, float(variables.index)
         self.kept.assign(tf.stack([ops.cast(each, "float64") for each in about]))
 

@@ -37,7 +37,7 @@ from kmp.replay.instruments import (
 from kmp.replay.layer_marks import LayerMarks
 from kmp.replay.nonfinite_operations import NonfiniteOperations
 from kmp.scaling import NO_SCALE
-from kmp.utils.float_formats import BFLOAT16, FLOAT32
+from kmp.utils.float_formats import FLOAT32
 
 
 class PassResult(NamedTuple):
@@ -56,6 +56,7 @@ class PassResult(NamedTuple):
         is_random: Whether the forward pass drew random numbers that differ between passes or
             dtypes.
         states: What the pass would assign to the float weights that are not trainable, by path.
+        reads_scale: Whether the training step itself has read the loss scale.
     """
 
     loss: float
@@ -67,6 +68,7 @@ class PassResult(NamedTuple):
     factor: float
     is_random: bool
     states: dict[str, np.ndarray]
+    reads_scale: bool = False
 
     @property
     def is_finite(self) -> bool:
@@ -144,6 +146,8 @@ class Passes:
         keeps_all_values: As in `LayerMarks`.
         float32_operations: Layers, with their sublayers, and operations of the graph that compute
             in float32 in all passes.
+        read_scale: What the training step reads as `loss_scale` of an optimizer; the factor of the
+            pass if it is `None`.
     """
 
     model: keras.Model
@@ -158,6 +162,7 @@ class Passes:
     operations: Mapping[str, keras.Operation] | None = None
     keeps_all_values: bool = False
     float32_operations: Sequence[keras.Operation] = ()
+    read_scale: float | None = None
 
     @property
     def batch(self) -> tuple[Any, ...]:
@@ -208,15 +213,26 @@ class Passes:
             marks = LayerMarks(outputs, keeps_all_values=self.keeps_all_values)
             return self._run(marks, self.factor if factor is None else factor, watch)
 
-    def in_bfloat16(self, *, factor: float, reference: PassResult) -> PassResult:
-        """Runs a pass in which what computes in 16 bits computes in bfloat16.
+    def in_format(
+        self,
+        name: str,
+        *,
+        factor: float = 1.0,
+        watch: bool = False,
+        reference: PassResult | None = None,
+    ) -> PassResult:
+        """Runs a pass in which what computes in 16 bits computes in one of the two formats.
 
         Args:
+            name: `"float16"` or `"bfloat16"`.
             factor: What to multiply the loss by.
+            watch: As in `in_float32`.
             reference: As in `in_own_precision`.
         """
-        with computing_in(BFLOAT16.name, [self.model]):
-            return self._run(LayerMarks(reference.marks.outputs), factor, watch=False)
+        with computing_in(name, [self.model]):
+            outputs = None if reference is None else reference.marks.outputs
+            marks = LayerMarks(outputs, keeps_all_values=self.keeps_all_values)
+            return self._run(marks, factor, watch)
 
     def compiled_outputs(self) -> Any:
         """Returns the outputs in the precision of the model, compiled as the training step is.
@@ -238,7 +254,12 @@ class Passes:
 
     def _run(self, marks: LayerMarks, factor: float, watch: bool) -> PassResult:
         model, step = self.model, self.step
-        received = ReceivedGradients(step.optimizers, factor, ends_step=not step.is_custom)
+        received = ReceivedGradients(
+            step.optimizers,
+            factor,
+            read_scale=factor if self.read_scale is None else self.read_scale,
+            ends_step=not step.is_custom,
+        )
         operations = OperationWatch(marks, received, self.deadline, finds_nonfinite=watch)
         checked = weights_unchanged(model) if step.is_of_user else contextlib.nullcontext()
         with checked, Undos() as instruments, instruments.first_attempt():
@@ -271,6 +292,7 @@ class Passes:
             factor=factor,
             is_random=operations.is_random,
             states=states,
+            reads_scale=received.has_read_scale,
         )
 
     def _marked_by(self, marks: LayerMarks) -> Context[None]:

@@ -146,6 +146,18 @@ def gradients_in_16_bits(exact: PassResult, own: LayerMarks) -> Iterator[tuple[s
             yield path, as_array(gradient)
 
 
+def flushed_variables(exact: PassResult, own: LayerMarks, loss_scale: float) -> set[str]:
+    """Returns the paths of the variables of whose gradient a loss scale flushes the most.
+
+    The other arguments are those of `gradients_in_16_bits`.
+    """
+    flushed = set()
+    for path, gradient in gradients_in_16_bits(exact, own):
+        if _share_below(np.abs(gradient), loss_scale) > thresholds.MOSTLY_FLUSHED:
+            flushed.add(path)
+    return flushed
+
+
 def flushed_share(own: Any, exact: Any) -> float:
     """Returns the share of elements that are zero in the model's precision only."""
     if own is None or exact is None:

@@ -8,6 +8,7 @@ import keras
 import tensorflow as tf
 
 from kmp.backend.keras_internals import computing_layers, layers_in_16_bits
+from kmp.backend.layer_graph import previous_layers
 from kmp.diagnosis import thresholds
 from kmp.records.replay import LayerSearch, NonfiniteOperation
 from kmp.replay.eager_pass import Passes, PassResult
@@ -98,6 +99,7 @@ class _Search:
         model = passes.model
         self._parts = {path for path, each in choices.operations.items() if each is not model}
         self._failed: set[str] = set()
+        self._previous = previous_layers(model)
 
     def run(self, chosen: Chosen, *, watch: bool = True) -> PassResult:
         """Returns a pass with these layers in float32."""
@@ -170,7 +172,7 @@ class _Search:
         if result.marks.output_error <= thresholds.HARMFUL_OUTPUT_ERROR:
             yield from paths[-1:]
         yield from _with_new_errors(self._new_errors(), paths)
-        yield from _where_errors_show(result, paths)
+        yield from _where_errors_show(result, paths, self._previous)
 
 
 def _parent_of(path: str) -> str:
@@ -211,10 +213,32 @@ def _with_new_errors(new_errors: Mapping[str, float], paths: Sequence[str]) -> I
             yield path
 
 
-def _where_errors_show(result: PassResult, paths: Sequence[str]) -> Sequence[str]:
-    """Returns the layer where a large error first shows, and the layer before it."""
+def _where_errors_show(
+    result: PassResult, paths: Sequence[str], previous: Mapping[str, Sequence[str]]
+) -> Iterator[str]:
+    """Yields the layer where a large error first shows, those before it, and all before these.
+
+    A rounded number may do no harm before another layer uses it, for example as an index.
+
+    Args:
+        result: The pass.
+        paths: The layers that were called, in this order.
+        previous: The layers before each, in a model with a graph.
+    """
     errors = result.marks.errors
     limit = 0.5 * max(errors.values(), default=0.0)
     large = (index for index, path in enumerate(paths) if errors.get(path, 0.0) > limit)
     first = next(large, 0)
-    return paths[max(0, first - 1) : first + 1]
+    if not paths or paths[first] not in previous:
+        yield from paths[max(0, first - 1) : first + 1]
+        return
+    nearest = previous[paths[first]]
+    yield from nearest
+    yield paths[first]
+    seen, waiting = {paths[first], *nearest}, [*nearest]
+    while waiting:
+        for path in previous.get(waiting.pop(0), ()):
+            if path not in seen:
+                seen.add(path)
+                waiting.append(path)
+                yield path

@@ -1,7 +1,9 @@
 """Finds gradients that do not grow with the loss scale.
 
-They are those of a loss that is not scaled, or clipped.
+They are those of a loss that is not scaled, or were clipped, or divided by the loss scale.
 """
+
+from dataclasses import replace
 
 from kmp.backend import keras_internals
 from kmp.backend.keras_internals import layers_by_path
@@ -11,6 +13,8 @@ from kmp.replay.eager_pass import Passes, PassResult
 from kmp.replay.precision_loss import Reference, gradient_errors
 
 _FACTOR = 4.0  # that all gradients grow with, or the loss scale in use if it is larger
+_TINY = 2.0**-24  # a factor below which the norm of scaled gradients is below any limit
+_TOLERANCE = 0.1  # of a ratio of norms that is a power of two
 
 
 def unscaled_gradients(passes: Passes, exact: PassResult) -> UnscaledGradients:
@@ -19,11 +23,41 @@ def unscaled_gradients(passes: Passes, exact: PassResult) -> UnscaledGradients:
     scaled = passes.in_float32(factor=factor)
     grown = gradient_errors(scaled, Reference(passes.model, exact))
     kept = [each.kept for each in grown]
-    return UnscaledGradients(
+    found = UnscaledGradients(
         layers=[each.layer for each in grown if each.error > thresholds.UNSCALED_PART],
         are_all=bool(kept) and max(kept) < thresholds.FAITHFUL_PART,
         origin=_origin(passes, scaled, exact, factor),
     )
+    if found.are_all and passes.step.is_custom:
+        return _with_change(found, passes, scaled)
+    return found
+
+
+def _with_change(found: UnscaledGradients, passes: Passes, scaled: PassResult) -> UnscaledGradients:
+    """Adds what the training step does to the gradients, if passes show it.
+
+    Without the division by what the step reads as the loss scale, the gradients would grow by it.
+    Those that are clipped grow while they are below the limit.
+    """
+    factor, norm = scaled.factor, _norm(scaled)
+    if not norm:
+        return found
+    if scaled.reads_scale:
+        undivided = _norm(replace(passes, read_scale=1.0).in_float32(factor=factor))
+        if _is_near(undivided / norm, factor):
+            return replace(found, change="divided", times=undivided / norm)
+    small, smaller = (_norm(passes.in_float32(factor=each)) for each in (_TINY, _TINY / _FACTOR))
+    if smaller and _is_near(small / smaller, _FACTOR):
+        return replace(found, change="clipped", times=small / _TINY * factor / norm)
+    return found
+
+
+def _norm(result: PassResult) -> float:
+    return result.sample(0).total_norm
+
+
+def _is_near(ratio: float, expected: float) -> bool:
+    return abs(ratio / expected - 1.0) <= _TOLERANCE
 
 
 def _origin(passes: Passes, scaled: PassResult, exact: PassResult, factor: float) -> str:

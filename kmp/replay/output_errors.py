@@ -22,19 +22,27 @@ def is_eager_float(value: Any) -> bool:
     return bool(value.dtype.is_floating)
 
 
-def samples_of(outputs: Any, *, all_values: bool = False) -> Outputs:
-    """Returns the floats of a layer's outputs as float32 arrays of shape `(examples, values)`.
+def _is_eager_integer(value: Any) -> bool:
+    if not isinstance(value, tf.Tensor) or tf.is_symbolic_tensor(value):
+        return False
+    return bool(value.dtype.is_integer)
 
-    Of large ones, a part of the values, unless `all_values` is set.
+
+def samples_of(outputs: Any, *, all_values: bool = False) -> Outputs:
+    """Returns the numbers in a layer's outputs as arrays of shape `(examples, values)`.
+
+    Floats are float32. Of large outputs, a part of the values, unless `all_values` is set.
     """
     found = []
     for output in keras.tree.flatten(outputs):
-        if is_eager_float(output):
-            array = array_of(output)
-            rows = len(array) if array.ndim else 1
-            flat = array.reshape(rows, math.prod(array.shape[1:]))
-            stride = 1 if all_values else max(1, flat.size // _MOST_VALUES)
-            found.append(flat[:, ::stride].astype(np.float32))
+        is_float = is_eager_float(output)
+        if not (is_float or _is_eager_integer(output)):
+            continue
+        array = array_of(output)
+        rows = len(array) if array.ndim else 1
+        flat = array.reshape(rows, math.prod(array.shape[1:]))
+        stride = 1 if all_values else max(1, flat.size // _MOST_VALUES)
+        found.append(flat[:, ::stride].astype(np.float32 if is_float else np.int64))
     return found
 
 
@@ -42,7 +50,8 @@ def relative_error(values: np.ndarray, exact: np.ndarray) -> float:
     """Returns the L2 norm of the difference from float32 outputs, relative to their variation.
 
     That is how the outputs differ between examples; if all examples have the same, the norm of the
-    outputs. At most 1e6, also for NaN and Inf.
+    outputs. At most 1e6, also for NaN and Inf. Of integers, such as indices, the share of those
+    that differ: the next index is as wrong as any other.
 
     Args:
         values: Array of shape `(examples, ...)`.
@@ -50,6 +59,8 @@ def relative_error(values: np.ndarray, exact: np.ndarray) -> float:
     """
     if values.shape != exact.shape or not exact.size:
         return 0.0
+    if np.issubdtype(exact.dtype, np.integer):
+        return float(np.mean(values != exact))
     exact = exact.astype(np.float64)
     with np.errstate(invalid="ignore"):  # Inf - Inf
         difference = float(np.linalg.norm(values - exact))

@@ -8,6 +8,7 @@ import jinja2
 
 from kmp.records import Run
 from kmp.report import run_tables
+from kmp.report.format_table import both_formats
 from kmp.report.run_comparison import comparison, difference
 from kmp.report.run_summary import summaries
 from kmp.utils import atomic_files, validation
@@ -48,6 +49,7 @@ def html(runs: Mapping[str, Run]) -> str:
         differences=[difference(first, other) for other in others],
         metric_figures=metric_figures(found),
         run_tables=run_tables,
+        both_formats=both_formats,
     )
     return page.strip() + "\n"
 

@@ -9,6 +9,7 @@ from rich.table import Table as RichTable
 from rich.text import Text
 
 from kmp.records import Run
+from kmp.report.format_table import both_formats
 from kmp.report.run_comparison import comparison
 from kmp.report.run_summary import RunSummary, summaries
 from kmp.report.run_tables import other_scales
@@ -53,6 +54,10 @@ def _single_run(run: RunSummary) -> Iterator[RenderableType]:
     if scales.rows:
         yield Text()
     yield from _table(scales)
+    formats = both_formats(run)
+    if formats.rows:
+        yield Text()
+    yield from _table(formats)
 
 
 def _comparison(runs: Sequence[RunSummary]) -> Iterator[RenderableType]:

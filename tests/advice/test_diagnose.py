@@ -596,6 +596,28 @@ def test_squares_that_adam_loses_in_float16_are_reported_by_the_steps_that_it_ta
     )
 
 
+def test_float16_weights_that_enable_does_not_change_are_converted():
+    """As those of a model that was saved with them."""
+    row = sample_with_update(1.0, **SMALL)
+    in_force = {"policy": "float16", "policy_in_force": "mixed_float16"}
+    finding = advice_of(row, **ADAM | in_force)[0]
+    assert finding.change == "model = kmp.convert(kmp.to_float32(model), 'mixed_float16')"
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_weights_that_are_not_finite_before_the_first_update_are_not_a_matter_of_the_rate(is_first):
+    replay = replay_of(is_finite_in_float32=False, nonfinite_variables=["net/a/kernel"])
+    row = overflow_row(replay)
+    start = row | {"step": 1, "overflows_in_a_row": int(is_first)}
+    streak = row["step"] if is_first else row["step"] - 1
+    rows = start, row | {"overflows_in_a_row": streak, "nonfinite_losses_in_a_row": streak}
+    (finding,) = advice_of(*rows, optimizer="Adam")
+    assert (finding.cause, finding.location) == ("loss", "net/a/kernel")
+    assert ("before training begins" in finding.title) == is_first
+    assert ("np.isfinite" in finding.note) == is_first
+    assert bool(finding.change) != is_first
+
+
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 def test_epsilon_of_zero_is_reported_for_weights_of_any_dtype(dtype):
     row = overflow_row(replay_of(is_finite_in_float32=False, nonfinite_variables=["net/a/kernel"]))
@@ -793,9 +815,22 @@ def test_root_of_zero_that_float32_does_not_survive_either_is_no_matter_of_the_s
         (finding,) = advice_of(*rows, layers=LAYERS, **settings)
         assert (finding.cause, finding.location) == ("backward_overflow", "net/a")
         assert (finding.severity, finding.edits) == (ERROR, ())
-        assert finding.title == "NaN or Inf in the backward pass of layer 'a', in float32 too."
+        title = "The backward pass of layer 'a' divides by 0, in float32 too: the slope of a root"
+        assert finding.title.startswith(title)
+        assert "ops.sqrt(ops.maximum(x, 1e-4))" in finding.note
+        assert finding.note.endswith("not tried")
     rare = clean | {"step": 2000, "overflow_count": 13}
     assert advice_of(start, clean, rare, **settings).problems[0].severity == WARNING
+
+
+def test_gradients_that_float32_makes_nan_without_a_root_are_named_without_a_cure():
+    found = [operation("Mul", "nan", is_backward=True)]
+    replay = replay_of(
+        loss=1.0, float32_loss=1.0, is_finite_in_float32=False, nonfinite=found, float32_layers=[]
+    )
+    (finding,) = advice_of(STUCK | {"replay": replay}, layers=LAYERS)
+    assert finding.title == "NaN or Inf in the backward pass of layer 'a', in float32 too."
+    assert "sqrt" not in finding.note
 
 
 @pytest.mark.parametrize(

@@ -136,6 +136,15 @@ OPEN = {
         ),
         {"train_step": "custom"},
     ),
+    "forward pass of a loop": (
+        [compared(row(step), is_forward_only=True) for step in (1, 50, 100)],
+        (
+            "and whether the loop scales, clips and unscales them in the right order, because only"
+            " the forward pass could be replayed, without the loss; to find out: the same step as"
+            " the `train_step` of a model in `fit`"
+        ),
+        {"train_step": "keras"},
+    ),
     "outputs that differ at the start": (
         [compared(row(1), 0.08), row(50), compared(row(100), 0.02)],
         (
@@ -264,6 +273,14 @@ def test_finding_about_outputs_says_where_they_differ_and_why_as_it_was_measured
     differences = "by 110 % of how they vary; in layer 'norm' alone, given float32 inputs, by 100 %"
     assert f"the outputs of the model differ from float32 {differences}" in finding.evidence
     assert finding.change == "kmp.layers.Float32(Layer(..., name='norm'))"
+
+
+def test_finding_about_outputs_says_what_they_do_to_the_loss():
+    """A metric of another output may be as good as in float32."""
+    record = compared(row(1), 1.1, layer_errors=NORM, **NOTICED)
+    assert "the loss is" not in advice_of(record)[0].evidence
+    record["replay"] = replace(record["replay"], loss=0.03, float32_loss=0.002)
+    assert "; the loss is 0.03, in float32 0.002" in advice_of(record)[0].evidence
 
 
 LOSSY = [

@@ -10,6 +10,7 @@ from conftest import (
     compiled_model,
     fit,
     sequential,
+    small_data,
     tensorboard,
     values,
 )
@@ -120,11 +121,27 @@ def test_healthy_training_is_compared_at_a_few_steps_and_is_traced_once():
     fit(model, callbacks, batches=12, epochs=3)  # 36 steps, and 18 are the middle
     replays = callbacks[0].run.replays
     assert [step for step, _ in replays] == [1, 4, 16, 18, 36]
+    assert [step for step, found in replays if found.other_format] == [1, 18]
     assert all((found.comparison is not None) and not is_harmful(found) for _, found in replays)
     assert callbacks[0].run.last("fallback") is None
     traced = model.train_function
     fit(model, callbacks)
     assert model.train_function is traced
+
+
+@pytest.mark.filterwarnings("ignore:Your input ran out of data")
+def test_formats_are_compared_at_the_end_of_a_training_of_unknown_length(tmp_path):
+    with kmp.enable("mixed_bfloat16"):
+        model = sequential(layers.Dense(4), layers.Dense(1, dtype="float32"))
+    data = tf.data.Dataset.from_tensor_slices(small_data()).batch(8)
+    unknown = data.filter(lambda x, y: True)
+    callbacks = kmp.callbacks.defaults(tmp_path, every_n_steps=1)
+    model.fit(unknown, shuffle=False, verbose=0, callbacks=callbacks)
+    replays = kmp.load_run(tmp_path).replays
+    assert [step for step, _ in replays] == [1, 4, 16, 20]
+    compared = [found.other_format for _, found in replays]
+    assert [bool(found) for found in compared] == [True, False, False, True]
+    assert (compared[-1].format, compared[-1].is_finite) == ("float16", True)
 
 
 def cancelled(x):
@@ -248,6 +265,20 @@ class Averaged(OwnStep, keras.Sequential):
         kernel = tf.cast(self.layers[0].kernel, self.hidden[0].dtype)
         self.hidden[0].assign(0.99 * self.hidden[0] + 0.01 * kernel)
         return result
+
+
+def test_layers_in_float8_are_compared_in_their_forward_pass():
+    model = sequential(layers.Dense(16), layers.Dense(16), shape=(16,), optimizer="adam")
+    for layer in model.layers:
+        layer.quantize("float8")
+    callbacks = defaults()
+    x = np.random.default_rng(0).normal(size=(64, 16))
+    model.compile("adam", "mse")
+    model.fit(x, x, batch_size=16, verbose=0, callbacks=callbacks)
+    replays = [replay for _, replay in callbacks[0].run.replays]
+    assert len(replays) >= 2
+    assert all(replay.is_forward_only for replay in replays)
+    assert "only the forward pass could be replayed" in str(kmp.advise(callbacks[0].run))
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
@@ -480,6 +511,36 @@ def test_replay_that_takes_too_long_ends_and_the_last_one_has_fewer_examples(mon
     assert errors[:2] == [
         f"TimeoutError: {count} examples take longer than 0 s" for count in (8, 2)
     ]
+
+
+def test_gradients_that_a_training_step_divides_twice_are_reported_with_the_cure():
+    class Twice(keras.Sequential):
+        def train_step(self, data):
+            x, y = data
+            with tf.GradientTape() as tape:
+                loss = self.compute_loss(x, y, self(x, training=True))
+                scaled = self.optimizer.scale_loss(loss)
+            gradients = tape.gradient(scaled, self.trainable_variables)
+            gradients = [each / self.optimizer.loss_scale for each in gradients]
+            self.optimizer.apply(gradients, self.trainable_variables)
+            return {"loss": loss}
+
+    with kmp.enable():
+        model = Twice([keras.Input((4,)), layers.Dense(1, name="head")])
+        model.compile("sgd", "mse")
+    callbacks = defaults()
+    fit(model, callbacks)
+    (problem,) = kmp.advise(callbacks[0].run).problems
+    assert (problem.cause, problem.change) == (
+        "unscaled_loss",
+        "self.optimizer.apply(unscaled=True)",
+    )
+    assert (
+        "divides the gradients by the loss scale, and `apply` divides them again" in problem.title
+    )
+    _, last = callbacks[0].run.replays[-1]
+    assert f"are {last.loss_scale:,.0f} times too small" in problem.evidence
+    assert callbacks[0].run.last("fallback") is None
 
 
 # Near it float16 has few bits.

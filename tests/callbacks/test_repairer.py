@@ -196,6 +196,20 @@ def test_scale_that_overflows_of_a_layer_have_lowered_returns_after_its_repair()
     assert snapshot.loss_scale == 2.0
 
 
+def test_training_that_suits_a_loss_scale_below_1_is_not_repaired():
+    with kmp.enable(initial_scale=2.0**8):
+        to_units = layers.Lambda(lambda x: x * 30, dtype="float32", name="to_units")
+        parts = layers.Dense(4, name="before"), layers.Dense(1, name="raw"), to_units
+        model = sequential(*parts, optimizer=keras.optimizers.SGD(1e-9), run_eagerly=True)
+    callbacks = defaults()
+    x, y = np.ones((160, 4)), np.full((160, 1), 1e5)
+    model.fit(x, y, batch_size=8, verbose=0, callbacks=callbacks)
+    snapshot, run = model.optimizer.snapshot(), callbacks[0].run
+    assert snapshot.loss_scale < 1.0
+    assert any(not replay.is_finite for _, replay in run.replays)
+    assert run.last("fallback") is None
+
+
 def test_layers_that_are_sound_only_below_a_fixed_loss_scale_keep_their_dtype():
     with kmp.enable(loss_scale=2.0**60):
         parts = Cube(name="cube"), layers.BatchNormalization(name="norm"), layers.Dense(1)
@@ -315,6 +329,29 @@ def test_model_that_computes_outside_its_layers_is_repaired_if_loss_or_thrice_gr
         assert rows[repair]["fallback"] == ["curve"]
         assert "kmp.enable(policy='float32')" in str(warned[0].message)
         assert {layer.compute_dtype for layer in sublayers(model)} == {"float32"}
+
+
+def test_comparisons_that_may_prove_a_cure_do_not_wait_for_the_next_record():
+    class Weighted(keras.layers.Layer):
+        """Adds a loss whose weight is 0 in float16."""
+
+        def call(self, inputs):
+            x, other = inputs
+            self.add_loss(1e-8 * ops.mean(ops.square(other)))
+            return x
+
+    with kmp.enable():
+        inputs = keras.Input((4,))
+        other = layers.Dense(4, name="other")(inputs)
+        x = Weighted(name="weighted")([layers.Dense(4, name="main")(inputs), other])
+        model = keras.Model(inputs, layers.Dense(1, dtype="float32", name="head")(x))
+        model.compile(keras.optimizers.SGD(1e-3), "mse", loss_weights=[1e-4])
+    callbacks = defaults()  # which records the first and the last of the 64 steps
+    x = np.tile(INPUTS, (8, 1))
+    with pytest.warns(UserWarning, match="at step 33 kmp set 'weighted'"):
+        model.fit(x, x[:, :1], batch_size=8, verbose=0, callbacks=callbacks)
+    compared = [step for step, replay in callbacks[0].run.replays if is_harmful(replay)]
+    assert compared == [1, 17, 33]
 
 
 def test_model_nested_in_a_subclassed_one_is_repaired_once():

@@ -145,6 +145,49 @@ def test_batch_compares_a_mixed_precision_model_with_its_float32_version():
     assert repaired.get_layer("large").compute_dtype == "float32"
 
 
+def test_batch_compares_float16_with_bfloat16():
+    def model_of(**hidden):
+        last = layers.Dense(1, kernel_initializer="ones", name="last")
+        return keras.Sequential([keras.Input((4,)), layers.Dense(4, **hidden), last])
+
+    positions = 1000.0 + np.arange(8.0, dtype="float32").reshape(2, 4)
+    audit = kmp.audit(model_of(kernel_initializer="identity", name="same"), positions)
+    same = next(row for row in audit.rows if row.path == "same")
+    # float16 has all these integers, bfloat16 every fourth.
+    rounded = np.asarray(tf.cast(tf.cast(positions, "bfloat16"), "float32"))
+    error = np.linalg.norm(rounded - positions) / np.linalg.norm(positions)
+    assert same.relative_error == 0.0
+    assert same.other_relative_error == pytest.approx(error)
+    in_float16, in_bfloat16 = audit.formats
+    assert (in_float16.format, in_bfloat16.format) == ("float16", "bfloat16")
+    sums = positions.sum(axis=1)
+    of_sums = np.linalg.norm(rounded.sum(axis=1) - sums) / np.linalg.norm(sums)
+    assert (in_float16.outputs, in_bfloat16.outputs) == (0.0, pytest.approx(of_sums))
+    line = "With this batch, the outputs differ from float32 by at most "
+    assert line in audit.summary
+    assert line in str(audit)
+    assert audit.to_dict()["formats"][1]["outputs"] == in_bfloat16.outputs
+
+    large = model_of(kernel_initializer=keras.initializers.Constant(1e5), name="large")
+    audit = kmp.audit(large, np.ones((2, 4), "float32"), policy="mixed_bfloat16")
+    rows = {row.path: row for row in audit.rows}
+    assert (rows["large"].overflows, rows["large"].overflows_in_other) == (False, True)
+    assert audit.formats[1].failures == ("layer 'large' returns NaN or Inf",)
+    assert "float16 fails: layer 'large' returns NaN or Inf." in audit.summary
+
+
+def test_model_in_bfloat16_is_its_own_candidate_in_both_formats():
+    model, batch = models.autoencoder()
+    mixed = kmp.convert(model, "mixed_bfloat16")
+    before = kmp.audit(model, batch).formats
+    in_bfloat16, in_float16 = kmp.audit(mixed, batch).formats
+    assert (in_bfloat16.format, in_float16.format) == ("bfloat16", "float16")
+    assert in_bfloat16.outputs == pytest.approx(before[1].outputs)
+    assert in_float16.outputs == pytest.approx(before[0].outputs)
+    rows = kmp.audit(mixed, 1e6 * batch).rows
+    assert max(row.overflow_share for row in rows if row.overflow_share is not None) == 0
+
+
 class Noise(layers.Layer):
     def call(self, inputs):
         return inputs + tf.random.normal(tf.shape(inputs), dtype=inputs.dtype)
@@ -274,16 +317,10 @@ def test_audit_displays_as_a_table_in_text_terminals_and_notebooks():
     for text in (str(audit), console.export_text(), audit._repr_html_()):
         assert "probabilities" in text
         assert "Micikevicius et al. 2018" in text
-    assert str(audit).splitlines()[1].split() == [
-        "layer",
-        "class",
-        "now",
-        "after",
-        "amax",
-        "relative",
-        "error",
-        "reason",
-    ]
+    first, second = str(audit).splitlines()[1:3]
+    assert first.split() == ["float16", "bfloat16"]
+    columns = ["layer", "class", "now", "after", "amax", "error", "error", "reason"]
+    assert second.split() == columns
     assert "1 of 4 layers and operations are float32 after kmp.convert" in str(audit)
     assert audit.jit_compile in str(audit)
     assert audit.jit_compile in audit.summary

@@ -103,3 +103,4 @@ def test_auto_is_the_policy_that_all_gpus_support_and_logs_why(
     with kmp.enable("auto") as handle:
         assert handle.policy == keras.config.dtype_policy().name == policy
     assert f"kmp.enable('auto') uses '{policy}': {reason}" in caplog.text
+    assert "kmp.audit(model, batch)" in caplog.text

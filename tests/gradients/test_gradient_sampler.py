@@ -112,3 +112,16 @@ def test_end_of_a_dataset_of_unknown_length_counts_no_extra_step(mode):
         assert len(histogram.run.samples) >= 3
         for sample in histogram.run.samples:
             assert sample.total_norm == (sample.step - 1) % 5 + 1
+
+
+def test_branch_of_a_sample_captures_three_variables():
+    optimizer, variables = built_optimizer(2, 3)
+    owner = keras.Layer()
+    optimizer.sampler.start(owner, every_n_steps=1)
+    step = tf.function(lambda *gradients: optimizer.apply(gradients, variables), autograph=False)
+    graph = step.get_concrete_function(*(tf.TensorSpec(each.shape) for each in variables)).graph
+    branch = next(each for each in graph.get_operations() if each.type == "If")
+    dtypes = [tensor.dtype for tensor in branch.inputs]
+    # The gradients; the counts and the loss scale, and what stores the sample.
+    assert dtypes.count(tf.float32) == 2
+    assert dtypes.count(tf.resource) == 3

@@ -7,7 +7,15 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from conftest import assert_equal, compiled_model, fit, optimizer_for, small_data, values
+from conftest import (
+    assert_equal,
+    compiled_model,
+    fit,
+    optimizer_for,
+    small_data,
+    small_model,
+    values,
+)
 from keras import ops
 
 import kmp
@@ -195,14 +203,18 @@ def test_state_of_a_float32_run_goes_on_under_enable(tmp_path, make):
 
 @pytest.mark.parametrize("make", [adam_with_a_schedule, lambda: keras.optimizers.SGD(0.1)])
 @pytest.mark.parametrize("wrapper", [OURS, STOCK])
-def test_state_of_a_float16_run_goes_on_in_float32(tmp_path, wrapper, make):
+@pytest.mark.parametrize("file", ["x.weights.h5", "x.keras"])
+def test_state_of_a_float16_run_goes_on_in_float32(tmp_path, wrapper, make, file):
     keras.config.set_dtype_policy("mixed_float16")
     trained = compiled_model(wrapper(make()), run_eagerly=True)
     fit(trained, batches=3)
-    trained.save_weights(tmp_path / "x.weights.h5")
+    if file == "x.keras":
+        trained.save(tmp_path / file)
+    else:
+        trained.save_weights(tmp_path / file)
     with kmp.enable("float32"):
         fresh = plain_model(make())
-        fresh.load_weights(tmp_path / "x.weights.h5")
+        fresh.load_weights(tmp_path / file)
     assert_equal(plain_state(fresh), plain_state(trained))
     assert int(fresh.optimizer.iterations) == 3
 
@@ -226,39 +238,124 @@ def test_file_of_another_optimizer_is_not_loaded(tmp_path, enabled):
     assert_equal(plain_state(fresh), before)
 
 
+def checkpoint_of(model, parts=("model", "optimizer")):
+    objects = {"model": model, "optimizer": model.optimizer}
+    return tf.train.Checkpoint(**{part: objects[part] for part in parts})
+
+
+def trained_with(wrap, make, steps=3):
+    """A model whose optimizer has state, and is or is not in a wrapper."""
+    model = compiled_model(wrap(make()), run_eagerly=True, auto_scale_loss=False)
+    model.optimizer.build(model.trainable_variables)
+    inner = getattr(model.optimizer, "inner_optimizer", model.optimizer)
+    for _ in range(steps):
+        inner.apply([ops.ones(each.shape) for each in model.trainable_variables])
+    return model
+
+
+def unwrapped(optimizer):
+    return optimizer
+
+
+NUMBERED = [adam_with_a_schedule, lambda: keras.optimizers.Nadam(0.1)]
+
+
 @pytest.mark.parametrize("parts", [("model",), ("model", "optimizer"), ("optimizer",)])
-def test_checkpoint_of_a_plain_optimizer_is_read_before_that_is_wrapped(tmp_path, enabled, parts):
-    def checkpoint(model):
-        objects = {"model": model, "optimizer": model.optimizer}
-        return tf.train.Checkpoint(**{part: objects[part] for part in parts})
+@pytest.mark.parametrize("wrapper", [OURS, STOCK])
+def test_checkpoint_of_a_plain_optimizer_goes_on_in_a_wrapped_one(
+    tmp_path, enabled, wrapper, parts
+):
+    trained = trained_with(unwrapped, adam_with_a_schedule)
+    path = checkpoint_of(trained, parts).save(str(tmp_path / "x"))
+    optimizer = wrapper(adam_with_a_schedule(), initial_scale=64.0)
+    fresh = compiled_model(optimizer, run_eagerly=True)
+    optimizer.build(fresh.trainable_variables)
+    status = checkpoint_of(fresh, parts).restore(path).assert_nontrivial_match()
+    assert_equal(plain_state(fresh), plain_state(trained))
+    assert (float(optimizer.dynamic_scale), int(optimizer.iterations)) == (64.0, 3)
+    # The checkpoint has no loss scale.
+    with pytest.raises(AssertionError, match="not bound to checkpointed values"):
+        status.assert_consumed()
+    fit(fresh, batches=1)
+    assert int(optimizer.iterations) == 4
 
-    trained = plain_model(adam_with_a_schedule())
-    trained.optimizer.apply([ops.ones(each.shape) for each in trained.trainable_variables])
-    path = checkpoint(trained).save(str(tmp_path / "x"))
-    with pytest.raises(ValueError, match=r"has a plain optimizer at .*kmp\.wrap\(optimizer\)"):
-        checkpoint(wrapped_model(adam_with_a_schedule())).restore(path)
 
-    fresh = plain_model(adam_with_a_schedule())
-    checkpoint(fresh).restore(path).assert_consumed()
-    fresh.compile(kmp.wrap(fresh.optimizer), "sparse_categorical_crossentropy", run_eagerly=True)
+@pytest.mark.parametrize("parts", [("model",), ("model", "optimizer"), ("optimizer",)])
+@pytest.mark.parametrize("wrapper", [OURS, STOCK])
+def test_checkpoint_of_a_wrapped_optimizer_goes_on_in_a_plain_one(tmp_path, wrapper, parts):
+    trained = trained_with(wrapper, adam_with_a_schedule)
+    path = checkpoint_of(trained, parts).save(str(tmp_path / "x"))
+    with kmp.enable("float32"):
+        fresh = plain_model(adam_with_a_schedule())
+        status = checkpoint_of(fresh, parts).restore(path).assert_existing_objects_matched()
+    assert_equal(plain_state(fresh), plain_state(trained))
+    with pytest.raises(AssertionError, match="Unresolved object in checkpoint.*optimizer"):
+        status.assert_consumed()  # the loss scale
+    status.expect_partial()
+    fit(fresh, batches=1)
+    assert int(fresh.optimizer.iterations) == 4
+
+
+@pytest.mark.parametrize("make", NUMBERED, ids=["adam", "nadam"])
+@pytest.mark.parametrize(("before", "after"), [(unwrapped, OURS), (OURS, unwrapped)])
+def test_checkpoint_waits_for_an_optimizer_that_is_created_later(
+    tmp_path, enabled, before, after, make
+):
+    trained = trained_with(before, make)
+    path = checkpoint_of(trained, ["model"]).write(str(tmp_path / "x"))
+    fresh = small_model()
+    status = tf.train.Checkpoint(model=fresh).read(path)
+    fresh.compile(after(make()), "mse", auto_scale_loss=False)
+    fresh.optimizer.build(fresh.trainable_variables)
+    assert_equal(plain_state(fresh), plain_state(trained))
+    status.expect_partial()
+
+
+def test_manager_goes_on_with_the_checkpoints_of_a_plain_optimizer(tmp_path, enabled):
+    def manager(model):
+        return tf.train.CheckpointManager(checkpoint_of(model), str(tmp_path), max_to_keep=2)
+
+    trained = trained_with(unwrapped, adam_with_a_schedule)
+    manager(trained).save()
+    fresh = wrapped_model(adam_with_a_schedule())
+    in_16_bits = manager(fresh)
+    assert in_16_bits.restore_or_initialize().endswith("ckpt-1")
     assert_equal(plain_state(fresh), plain_state(trained))
     fit(fresh, batches=1)
-    assert int(fresh.optimizer.iterations) == 2
+    assert in_16_bits.save().endswith("ckpt-2")
+    last = wrapped_model(adam_with_a_schedule())
+    checkpoint_of(last).restore(in_16_bits.latest_checkpoint).assert_consumed()
+    assert_equal(last.optimizer.variables, fresh.optimizer.variables)
+    assert last.optimizer.snapshot().step == 1
 
 
-def test_checkpoint_of_a_wrapped_optimizer_is_read_before_the_inner_one_is_taken(tmp_path):
-    with kmp.enable():
-        trained = wrapped_model(adam_with_a_schedule())
-    fit(trained, batches=3)
-    path = tf.train.Checkpoint(optimizer=trained.optimizer).save(str(tmp_path / "x"))
-    fresh = plain_model(adam_with_a_schedule())
-    with pytest.raises(ValueError, match=r"LossScaleOptimizer at 'optimizer/'.*inner_optimizer"):
-        tf.train.Checkpoint(optimizer=fresh.optimizer).restore(path)
+@pytest.mark.parametrize(
+    ("before", "after", "cure"),
+    [(unwrapped, OURS, r"`kmp\.wrap\(optimizer\)`"), (OURS, unwrapped, "`inner_optimizer`")],
+)
+def test_checkpoint_with_other_variables_is_an_error_that_says_what_to_write(
+    tmp_path, enabled, before, after, cure
+):
+    def adafactor():
+        return keras.optimizers.Adafactor(0.1)
 
-    wrapped = kmp.LossScaleOptimizer(fresh.optimizer)
-    wrapped.build(fresh.trainable_variables)
-    tf.train.Checkpoint(optimizer=wrapped).restore(path).assert_consumed()
-    assert_equal(plain_state(fresh), plain_state(trained))
+    path = checkpoint_of(trained_with(before, adafactor)).write(str(tmp_path / "x"))
+    fresh = trained_with(after, adafactor, steps=1)
+    state, kernels = plain_state(fresh), fresh.get_weights()
+    with pytest.raises(ValueError, match=f"has .* variables of a .* optimizer.*{cure}"):
+        checkpoint_of(fresh).read(path)
+    assert_equal(plain_state(fresh), state)
+    assert_equal(fresh.get_weights(), kernels)
+
+
+@pytest.mark.parametrize(("before", "after"), [(unwrapped, OURS), (OURS, unwrapped)])
+def test_checkpoint_whose_root_is_an_optimizer_that_is_wrapped_otherwise_is_an_error(
+    tmp_path, enabled, before, after
+):
+    trained, fresh = (trained_with(wrap, adam_with_a_schedule) for wrap in (before, after))
+    path = tf.train.Checkpoint(trained.optimizer).save(str(tmp_path / "x"))
+    with pytest.raises(ValueError, match=r"`tf\.train\.Checkpoint\(optimizer=optimizer\)`"):
+        tf.train.Checkpoint(fresh.optimizer).restore(path)
 
 
 def test_missing_checkpoint_is_the_error_of_tensorflow(tmp_path, enabled):
@@ -326,6 +423,94 @@ def test_error_of_loading_without_kmp_names_the_import(tmp_path, enabled):
     assert "'registered_name': 'kmp>Softmax'" in process.stderr
     process = subprocess.run([sys.executable, "-c", f"import kmp, {code[7:]}"], check=False)
     assert process.returncode == 0
+
+
+WITHOUT_KMP = """
+import sys, warnings
+import keras, numpy as np, tensorflow as tf
+LossScaleOptimizer = keras.optimizers.LossScaleOptimizer
+warnings.simplefilter("error")
+
+def model_with(optimizer):
+    layers = keras.layers.Dense(4), keras.layers.BatchNormalization(), keras.layers.Dense(1)
+    model = keras.Sequential([keras.Input((3,)), *layers])
+    model.compile(optimizer, "mse", auto_scale_loss=False)
+    model.optimizer.build(model.trainable_variables)
+    return model
+
+def assert_loaded(model, name="adam"):
+    for weight, saved in zip(model.get_weights(), np.load(name + ".npz").values(), strict=True):
+        np.testing.assert_array_equal(weight, saved)
+
+def load(wrap, optimizer):
+    model = model_with(wrap(keras.optimizers.get(optimizer)))
+    model.load_weights("adam.weights.h5")
+    assert_loaded(model)
+    return model.optimizer
+
+def restore(wrap, optimizer):
+    model = model_with(wrap(keras.optimizers.get(optimizer)))
+    tf.train.Checkpoint(model=model).read(optimizer).expect_partial()
+    assert_loaded(model, optimizer)
+    return model.optimizer
+
+def plain(optimizer):
+    return optimizer
+
+assert_loaded(keras.models.load_model("adam.keras", compile=False))
+for read in load, restore:
+    wrapped = read(LossScaleOptimizer, "adam")
+    assert (float(wrapped.dynamic_scale), int(wrapped.iterations)) == (64.0, 2)
+    assert all(np.any(wrapped.inner_optimizer.variables[index]) for index in (2, 3))
+assert float(restore(plain, "sgd").learning_rate) == 0.0
+warnings.simplefilter("ignore")
+assert int(load(plain, "adam").iterations) == 0
+for read, error in (
+    (lambda: keras.models.load_model("adam.keras"), "Could not locate class 'LossScaleOptimizer'"),
+    (lambda: restore(plain, "adam"), "expected dtype float does not equal original dtype int64"),
+):
+    try:
+        read()
+    except Exception as raised:
+        assert error in str(raised), raised
+    else:
+        raise AssertionError(error)
+assert "kmp" not in sys.modules
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", ["mixed_float16", "float32"])
+def test_what_keras_alone_loads_is_what_the_guide_says(tmp_path, policy):
+    for name in ("adam", "sgd"):
+        with kmp.enable(policy):
+            layers = keras.layers.Dense(4), keras.layers.BatchNormalization(), keras.layers.Dense(1)
+            model = keras.Sequential([keras.Input((3,)), *layers])
+            model.compile(OURS(name, initial_scale=64.0), "mse", run_eagerly=True)
+            keras.utils.set_random_seed(0)
+            model.set_weights([np.random.normal(size=each.shape) for each in model.weights])
+            x = np.random.default_rng(0).normal(size=(8, 3))
+            model.fit(x, x[:, :1], batch_size=4, verbose=0)
+        model.save(tmp_path / f"{name}.keras")
+        model.save_weights(tmp_path / f"{name}.weights.h5")
+        tf.train.Checkpoint(model=model).write(str(tmp_path / name))
+        np.savez(tmp_path / f"{name}.npz", *model.get_weights())
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_KMP],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+
+    with kmp.enable("float32"):
+        fresh = keras.models.clone_model(model)
+        fresh.compile("sgd", "mse", auto_scale_loss=False)
+        fresh.optimizer.build(fresh.trainable_variables)
+        tf.train.Checkpoint(model=fresh).read(str(tmp_path / "sgd")).expect_partial()
+    assert float(fresh.optimizer.learning_rate) == pytest.approx(0.01)
+    assert int(fresh.optimizer.iterations) == 2
 
 
 def test_truncated_file_is_an_error_and_stays_as_it_was(tmp_path, enabled):

@@ -235,6 +235,29 @@ def test_branch_that_no_change_would_keep_or_lose_does_not_change_the_cure(weigh
     assert (search.branch, search.loss_scale) == ([], None)
 
 
+@pytest.mark.parametrize(("min_scale", "needed"), [(2.0**-14, []), (1.0, ["first"])])
+def test_overflow_needs_no_layer_if_a_scale_that_the_rule_reaches_is_usable(min_scale, needed):
+    to_units = layers.Lambda(lambda x: x * 30, dtype="float32", name="to_units")
+    model = sequential(layers.Dense(1, kernel_initializer="ones", name="first"), to_units)
+    y = np.full((ROWS, 1), 4e4, "float32")
+    result = replayed(model, y=y, loss_scale=2.0**10, min_scale=min_scale)
+    assert result.gradients.usable_scale < 1.0
+    assert (result.search.is_found, named(result.search.layers)) == (True, needed)
+
+
+def test_overflow_needs_a_layer_if_the_only_usable_scales_flush_other_gradients():
+    small = keras.initializers.Constant(2e-13)
+    model = sequential(
+        layers.Dense(4, kernel_initializer="ones", name="first"),
+        layers.Dense(4, kernel_initializer=small, name="vanishing"),
+        layers.Dense(1, kernel_initializer="ones", name="large"),
+        layers.Activation("linear", dtype="float32"),
+    )
+    result = replayed(model, y=np.full((ROWS, 1), 1e6, "float32"), loss_scale=2.0**10)
+    assert result.gradients.usable_scale < 2.0**-3
+    assert "large" in named(result.search.layers)
+
+
 def test_gradients_that_vanish_on_their_way_to_the_input_do_not_change_the_cure():
     small = keras.initializers.Constant(1e-13)
     model = sequential(

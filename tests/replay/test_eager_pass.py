@@ -57,3 +57,20 @@ def test_operation_of_a_graph_is_marked_and_may_compute_in_float32():
     assert list(changed.marks.nonfinite) == []
     assert 0 < changed.marks.errors["scale"] < 0.01
     assert "call" not in vars(scale)
+
+
+def test_gradient_of_a_kernel_that_the_layer_assigns_is_that_of_the_assigned_one():
+    normalized = keras.layers.SpectralNormalization(keras.layers.Dense(6, use_bias=False))
+    model = sequential(normalized, keras.layers.Dense(1, use_bias=False))
+    weights = model.get_weights()
+    gradient, last_gradient = passes_of(model).in_float32().gradients.values()
+    assert all(map(np.array_equal, model.get_weights(), weights))
+
+    kernel, last_kernel = normalized.normalized_weights()[1], model.layers[1].kernel.value
+    assert not np.allclose(kernel, normalized.layer.kernel, rtol=0.01)
+    with tf.GradientTape() as tape:
+        tape.watch([kernel, last_kernel])
+        loss = tf.reduce_mean((X @ kernel @ last_kernel - X[:, :1]) ** 2)
+    expected, last_expected = tape.gradient(loss, [kernel, last_kernel])
+    np.testing.assert_allclose(gradient, expected, rtol=1e-4, atol=1e-7)
+    np.testing.assert_allclose(last_gradient, last_expected, rtol=1e-4, atol=1e-7)

@@ -10,7 +10,13 @@ from test_batch_replay import Penalty, named, replayed
 
 import kmp
 from kmp.backend.tensorflow_internals import equal_random_numbers, watching_operations
-from kmp.diagnosis.soundness import are_harmful, is_harmful, is_harmful_gradient, lost_states
+from kmp.diagnosis.soundness import (
+    are_harmful,
+    error_origin,
+    is_harmful,
+    is_harmful_gradient,
+    lost_states,
+)
 from kmp.records.replay import GradientError
 from kmp.replay.layer_marks import relative_error
 
@@ -56,6 +62,23 @@ def test_error_of_a_finite_pass_is_measured_where_it_is_born_and_its_layer_is_fo
     assert errors["lossy"].new_error > 0.1
     assert (errors["lossy"].input_error > 0.5 * errors["lossy"].new_error) == is_of_inputs
     assert max(each.new_error or 0.0 for name, each in errors.items() if name != "lossy") < 0.01
+
+
+def test_index_of_a_rounded_number_is_the_origin_and_the_layers_before_it_are_found():
+    """float16 keeps every 16th number above 2^14, which the first layer alone hardly shows."""
+    inputs = keras.Input((2,))
+    number = layers.Lambda(lambda x: x[:, 1], name="number")(inputs)
+    index = layers.Lambda(lambda x: ops.cast(x - 30000, "int32"), name="index")(number)
+    row = layers.Embedding(400, 4, embeddings_initializer="normal", name="rows")(index)
+    other = layers.Lambda(lambda x: x[:, :1], name="other")(inputs)
+    joined = layers.Concatenate(name="joined")([row, other])
+    model = keras.Model(inputs, layers.Dense(1, name="head")(joined))
+    model.compile("sgd", "mse")
+    numbers = 30000 + np.random.default_rng(0).integers(0, 400, ROWS)
+    x = np.stack([np.ones(ROWS), numbers], axis=1).astype("float32")
+    result = replayed(model, x)
+    assert error_origin(result).layer == "index"
+    assert sorted(result.float32_layers) == ["index", "number"]
 
 
 def difference(x):
@@ -133,7 +156,7 @@ def test_gradient_error_is_harmful_above_the_sampling_noise_or_if_it_is_systemat
     assert not is_harmful_gradient(GradientError("a", error=0.1, kept=1.0, norm=1.0, noise=0.01))
     lost = GradientError("a", error=1.0, kept=0.0, norm=1e-2, noise=0.1, largest_norm=1.0)
     assert is_harmful_gradient(lost)
-    assert not is_harmful_gradient(replace(lost, norm=1e-4))  # converged
+    assert not are_harmful(0.0, [replace(lost, norm=1e-4)])  # converged
     small, noticed = (
         GradientError("a", error=error, kept=1.0, norm=1.0, noise=2.0) for error in (0.05, 0.2)
     )
@@ -142,6 +165,17 @@ def test_gradient_error_is_harmful_above_the_sampling_noise_or_if_it_is_systemat
     assert not are_harmful(0.01, [noticed])
     assert are_harmful(0.3, [])
     assert not are_harmful(0.1, [])
+
+
+def test_gradients_that_fell_with_those_of_all_layers_have_converged():
+    def error(layer, norm, largest_norm):
+        return GradientError(layer, 0.3, 0.7, norm, noise=0.1, largest_norm=largest_norm)
+
+    late = error("attention", 1e-6, 5e-4)
+    assert are_harmful(0.0, [late, replace(error("head", 1e-2, 1.0), error=0.0)])
+    assert not are_harmful(0.0, [late, error("head", 1e-4, 1.0)])
+    # As those of a loss that float16 flushes, and that is never trained.
+    assert are_harmful(0.0, [replace(late, largest_norm=1e-6), error("head", 1e-4, 1.0)])
 
 
 class Gate(layers.Layer):

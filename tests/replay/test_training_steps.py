@@ -78,6 +78,30 @@ class ClippedBeforeUnscaling(Own):
         self.optimizer.apply(tf.clip_by_global_norm(gradients, 1.0)[0], self.trainable_variables)
 
 
+class ClippedThenUnscaled(Own):
+    def update(self, gradients):
+        gradients = self.optimizer.unscale(tf.clip_by_global_norm(gradients, 1.0)[0])
+        self.optimizer.apply(gradients, self.trainable_variables)
+
+
+class Normalized(Own):
+    def update(self, gradients):
+        norm = tf.linalg.global_norm(gradients)
+        self.optimizer.apply([each / norm for each in gradients], self.trainable_variables)
+
+
+class DividedTwice(Own):
+    def update(self, gradients):
+        gradients = [each / self.optimizer.loss_scale for each in gradients]
+        self.optimizer.apply(gradients, self.trainable_variables)
+
+
+class DividedByHand(Own):
+    def update(self, gradients):
+        gradients = [each / self.optimizer.loss_scale for each in gradients]
+        self.optimizer.apply(gradients, self.trainable_variables, unscaled=True)
+
+
 class TargetsInFloat16(Own):
     def loss_of(self, y, outputs):
         error = ops.cast(y + 4800.0, outputs.dtype) - ops.cast(4800.0, outputs.dtype) - outputs
@@ -275,6 +299,31 @@ def test_loss_that_is_not_scaled_is_found():
     assert sorted(named(result.unscaled.layers)) == ["head", "hidden"]
     assert not result.unscaled.are_all
     assert replayed(own_model(ClippedBeforeUnscaling)).unscaled.are_all
+
+
+@pytest.mark.parametrize(
+    ("kind", "change"),
+    [
+        (ClippedBeforeUnscaling, "clipped"),
+        (ClippedThenUnscaled, "clipped"),
+        (Normalized, ""),  # which is not known to be a mistake
+        (DividedTwice, "divided"),
+    ],
+)
+def test_what_a_step_does_to_scaled_gradients_is_known_with_its_factor(kind, change):
+    unscaled = replayed(own_model(kind)).unscaled
+    assert (unscaled.are_all, unscaled.change) == (True, change)
+    if change == "divided":
+        assert unscaled.times == pytest.approx(1024.0, rel=0.01)
+    elif change:
+        exact = replayed(own_model(Own))
+        norm = np.hypot.reduce([each.norm for each in exact.gradient_errors])
+        assert unscaled.times == pytest.approx(1024.0 * norm, rel=0.01)  # clipped to 1
+
+
+def test_gradients_that_a_step_divides_by_the_loss_scale_once_are_compared():
+    result = replayed(own_model(DividedByHand))
+    assert (result.unscaled.layers, is_harmful(result)) == ([], False)
 
 
 def test_loss_that_rounds_the_targets_or_overflows_needs_the_last_layer_in_float32():

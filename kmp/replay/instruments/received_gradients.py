@@ -32,11 +32,13 @@ class ReceivedGradients:
     Args:
         optimizers: The optimizers of the training step.
         factor: What to multiply the loss by.
+        read_scale: What the training step reads as `loss_scale` of an optimizer.
         ends_step: Whether to raise `StepIsDone` when all optimizers that scale the loss have their
             gradients.
 
     Attributes:
         is_done: Whether they have.
+        has_read_scale: Whether the training step has read a loss scale.
         is_backward: Whether a loss was scaled since the last `apply`: another network may follow.
         losses: The losses before the factor.
         gradients: The gradients by the `id` of the variable, multiplied by the factor.
@@ -47,9 +49,11 @@ class ReceivedGradients:
         optimizers: Sequence[keras.optimizers.Optimizer],
         factor: float,
         *,
+        read_scale: float,
         ends_step: bool,
     ) -> None:
-        self.factor = factor
+        self.factor, self.read_scale = factor, read_scale
+        self.has_read_scale = False
         self.is_done = False
         self.is_backward = False
         self.losses: list[float] = []
@@ -102,7 +106,9 @@ class _Receiver:
 
     @contextlib.contextmanager
     def in_place(self) -> Iterator[None]:
-        names = ["apply", *(["scale_loss", "unscale"] if self._is_scaling else [])]
+        names = ["apply"]
+        if self._is_scaling:
+            names += ["scale_loss", "unscale", "_bounded_scale"]
         with Undos() as undos, undos.first_attempt():
             for name in names:
                 method = getattr(self, name)
@@ -116,6 +122,10 @@ class _Receiver:
         loss = tf.cast(loss, keras.backend.result_type(loss.dtype.name, FLOAT32.name))
         self._received.losses.append(float(np.mean(loss.numpy())))
         return loss * tf.cast(self._received.factor, loss.dtype)
+
+    def _bounded_scale(self, highest: float) -> tf.Tensor:
+        self._received.has_read_scale = True
+        return tf.constant(min(self._received.read_scale, highest), tf.float32)
 
     def unscale(self, grads: Sequence[Any]) -> list[Any]:
         self._are_unscaled = True

@@ -25,6 +25,7 @@ CASES: dict[str, Case] = {
     "fault_lost_updates_gru": Case("lost_updates", "", 0.85),
     "fault_lost_updates_factors": Case("lost_updates", "", 0.7),
     "fault_lost_updates_profile": Case("lost_updates", "week_profile", 0.9),
+    "fault_lost_updates_file": Case("lost_updates", "", 0.85),
     "fault_lost_updates_gain": Case("lost_updates", "gain", 0.94),
     "fault_optimizer_state_adam": Case("optimizer_state", "epsilon", 0.95),
     "fault_optimizer_state_default_epsilon": Case("optimizer_state", "epsilon", 0.93),

@@ -113,7 +113,7 @@ def _healthy_table(heading, programs):
     touched = sum(program.is_touched for program in programs.values())
     summary = (
         f"Of {len(programs)} programs, {alarms} have a problem by kmp, and {clean} get the"
-        f" verdict that 16 bits do not hurt them; a repair touches {touched}."
+        f" verdict that their format does not hurt them; a repair touches {touched}."
     )
     lines = [[_fault(name), program.advice.verdict] for name, program in programs.items()]
     return heading.format(summary=summary) + _lines(lines)

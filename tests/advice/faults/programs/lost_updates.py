@@ -238,3 +238,35 @@ def fault_lost_updates_gain(rng):
         - np.mean((prediction - power[4000:]) ** 2)
         / np.mean((power[4000:] - 100 * volts[4000:]) ** 2)
     )
+
+
+def fault_lost_updates_file(rng):
+    """A model from a file with float16 weights keeps them, whatever policy is in force.
+
+    Typical when a model that was saved for inference is trained on.
+    """
+    kmp.enable()
+
+    x, y = clusters(rng, 4, 1536, (16,), noise=0.6)
+    x_train, y_train, x_test, y_test = x[:1024], y[:1024], x[1024:], y[1024:]
+
+    saved = keras.Sequential(
+        [
+            keras.Input((16,), name="features"),
+            keras.layers.Dense(512, activation="relu", dtype="float16", name="hidden"),
+            keras.layers.Dense(4, dtype="float16", name="logits"),
+        ]
+    )
+    saved.save("saved.keras")
+
+    model = keras.models.load_model("saved.keras")
+    model.compile(optimizer=keras.optimizers.SGD(learning_rate=2e-4), loss=crossentropy())
+    model.fit(
+        x_train,
+        y_train,
+        batch_size=32,
+        epochs=18,
+        verbose=0,
+        callbacks=kmp.callbacks.defaults("run"),
+    )
+    return accuracy(model, x_test, y_test)

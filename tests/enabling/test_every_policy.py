@@ -1,0 +1,133 @@
+"""Under `enable`, `compile` wraps the optimizer in every policy."""
+
+import keras
+import numpy as np
+import pytest
+from conftest import MODES, assert_equal, compiled_model, fit, fit_data, small_data, values
+
+import kmp
+from kmp.scaling import DynamicScale, FixedScale
+
+NO_SCALE = FixedScale(1.0)
+WITHOUT_FLOAT16 = ("float32", "mixed_bfloat16")
+
+
+@pytest.mark.parametrize("policy", [*WITHOUT_FLOAT16, "mixed_float16", "float16"])
+def test_compile_wraps_the_optimizer_with_the_scale_that_the_model_needs(policy):
+    expected = DynamicScale(growth_interval=7) if "float16" in policy.split("_") else NO_SCALE
+    with kmp.enable(policy, growth_interval=7):
+        model = compiled_model("adam")
+        assert (model.optimizer.rule, model.optimizer.settings_call) == (expected, "kmp.enable")
+        assert (
+            type(compiled_model("adam", auto_scale_loss=False).optimizer) is keras.optimizers.Adam
+        )
+        assert kmp.wrap("adam").rule == expected  # of a custom loop
+
+
+def test_scale_is_that_of_the_model_and_not_of_the_policy():
+    with kmp.enable("mixed_float16"):
+        in_float16 = keras.models.clone_model(compiled_model())
+    with kmp.enable("float32", initial_scale=8.0):
+        in_float16.compile("sgd", "mse")
+        assert in_float16.optimizer.rule == DynamicScale(initial_scale=8.0)
+
+
+def test_wrapped_optimizer_follows_the_model_that_it_is_compiled_with():
+    for policy, rule in (("mixed_bfloat16", NO_SCALE), ("mixed_float16", DynamicScale())):
+        keras.config.set_dtype_policy(policy)
+        optimizer = kmp.wrap("sgd")
+        model = compiled_model(optimizer)
+        assert model.optimizer is optimizer
+        assert (optimizer.rule, float(optimizer.loss_scale)) == (rule, rule.initial_scale)
+        assert fit(model, batches=1)["loss"]
+    with_settings = kmp.wrap("sgd", initial_scale=2.0)
+    keras.config.set_dtype_policy("float32")
+    assert compiled_model(with_settings).optimizer.rule == DynamicScale(initial_scale=2.0)
+    fixed = kmp.wrap(keras.optimizers.SGD(loss_scale_factor=16.0))
+    assert compiled_model(fixed).optimizer.rule == FixedScale(16.0)
+
+
+def test_loss_scale_factor_of_the_optimizer_is_kept_in_float32():
+    with kmp.enable("float32"):
+        model = compiled_model(keras.optimizers.SGD(loss_scale_factor=16.0))
+        model.compile(model.optimizer, "sparse_categorical_crossentropy")
+    assert model.optimizer.rule == FixedScale(16.0)
+
+
+@pytest.mark.parametrize("mode", ["eager", "graph", "xla"])
+@pytest.mark.parametrize("policy", WITHOUT_FLOAT16)
+def test_trains_bit_for_bit_as_the_plain_optimizer(policy, mode):
+    trained = []
+    for scales in (True, False):
+        keras.utils.set_random_seed(0)
+        with kmp.enable(policy):
+            optimizer = keras.optimizers.Adam(0.01, global_clipnorm=1.0)
+            model = compiled_model(optimizer, auto_scale_loss=scales, **MODES[mode])
+            fit(model, batches=5, shuffle=False)
+        trained.append(values([*model.trainable_variables, *optimizer.variables]))
+    assert_equal(*trained)
+
+
+@pytest.mark.parametrize("mode", ["eager", "graph", "xla"])
+@pytest.mark.parametrize("policy", WITHOUT_FLOAT16)
+def test_batch_with_nan_is_skipped_and_counted_and_harms_nothing(policy, mode):
+    x, y = small_data(4)
+    x[12] = np.nan
+    with kmp.enable(policy):
+        model = keras.Sequential([keras.Input((4,)), keras.layers.BatchNormalization()])
+        model.add(keras.layers.Dense(2, activation="softmax", dtype="float32"))
+        model.compile("sgd", "sparse_categorical_crossentropy", metrics=["accuracy"], **MODES[mode])
+    logger = kmp.callbacks.OverflowCounter()
+    history = fit_data(model, (x, y), [logger])
+    assert history["overflow_count"] == [1]
+    assert np.isfinite(history["loss"] + history["accuracy"]).all()
+    assert all(np.isfinite(value).all() for value in values(model.weights))
+    assert model.optimizer.snapshot().nonfinite_loss_count == 1
+
+
+@pytest.mark.parametrize("name", ["Adam", "Nadam", "Adafactor"])
+def test_file_has_the_plain_optimizer_and_loads_with_and_without_enable(name, tmp_path):
+    files = tmp_path / "model.keras", tmp_path / "model.weights.h5"
+
+    def new_model():
+        return compiled_model(getattr(keras.optimizers, name)(0.01), run_eagerly=True)
+
+    def loaded_models():
+        model = new_model()
+        model.optimizer.build(model.trainable_variables)
+        model.load_weights(files[1])
+        return [keras.models.load_model(files[0]), model]
+
+    for policy_of_file, policy in (("float32", None), (None, "float32"), ("float32", "float32")):
+        kmp.disable()
+        if policy_of_file:
+            kmp.enable(policy_of_file)
+        saved = new_model()
+        fit(saved, batches=2)
+        saved.save(files[0])
+        saved.save_weights(files[1])
+        kmp.disable()
+        if policy:
+            kmp.enable(policy)
+        for loaded in loaded_models():
+            optimizer, is_wrapped = loaded.optimizer, bool(policy)
+            assert isinstance(optimizer, kmp.LossScaleOptimizer) is is_wrapped
+            plain = optimizer.inner_optimizer if is_wrapped else optimizer
+            expected = getattr(saved.optimizer, "inner_optimizer", saved.optimizer)
+            assert type(plain) is getattr(keras.optimizers, name)
+            assert_equal(values(expected.variables), values(plain.variables))
+            assert_equal(values(saved.weights), values(loaded.weights))
+
+
+def test_file_has_the_state_of_the_optimizer_once(tmp_path):
+    sizes = []
+    for scales in (True, False):
+        with kmp.enable("float32"):
+            layer = keras.layers.Dense(300)
+            model = keras.Sequential([keras.Input((300,)), layer])
+            model.compile("adam", "mse", auto_scale_loss=scales)
+            model.optimizer.build(model.trainable_variables)
+        model.save(tmp_path / "model.keras")
+        sizes.append((tmp_path / "model.keras").stat().st_size)
+    watched, plain = sizes
+    assert watched < plain + 20_000  # the kernel has 360,000 bytes
