@@ -13,6 +13,8 @@ from rich.table import Table
 from kmp import plots, report
 from kmp.demo import experiment
 from kmp.demo.experiment import BATCH_SIZE, GROWTH_INTERVAL, LABEL_WEIGHT, SEEDS, Result, Variant
+from kmp.report.format_table import both_formats
+from kmp.report.run_summary import RunSummary
 from kmp.utils.float_formats import FLOAT16, as_power
 
 Results = dict[Variant, list[Result]]
@@ -39,6 +41,7 @@ def run(console: Console, policy: str, steps: int, out: Path) -> Results:
     # The first seed of each variant in the report, that of the last one in the figures.
     runs = {variant.name: trained[0].run for variant, trained in results.items()}
     *_, last = runs.values()
+    console.print(both_formats(RunSummary("", last)).intro, highlight=False)
     middle = last.histograms[len(last.histograms) // 2]
     plots.save(plots.gradient_exponents(middle), out / "gradient_exponents.png")
     plots.save(plots.loss_scale(last), out / "loss_scale.png")

@@ -17,6 +17,7 @@ from kmp.report.texts import Table
 from kmp.utils.names import printable
 
 _RUNS_PER_TABLE = 3  # columns that fit into 80 characters
+_WIDEST_NAME = 36  # of a line of 80 characters
 
 
 def summary(runs: Mapping[str, Run]) -> RenderableType:
@@ -105,7 +106,14 @@ def _table(table: Table) -> Iterator[RenderableType]:
         )
         for index, name in enumerate(table.columns):
             is_number = index and len(table.columns) > 2
-            grid.add_column(_text(name), overflow="fold", justify="right" if is_number else "left")
+            # A name that is broken cannot be searched for; headings break between words.
+            width = None if index else min(_WIDEST_NAME, max(len(row[0]) for row in table.rows))
+            grid.add_column(
+                _text(name),
+                overflow="fold",
+                justify="right" if is_number else "left",
+                min_width=width,
+            )
         for index, row in enumerate(table.rows):
             grid.add_row(*map(_text, row), style="bold" if index == table.marked else None)
         yield grid
