@@ -96,7 +96,8 @@ def _parser() -> argparse.ArgumentParser:
     )
 
     audit = commands.add_parser(
-        "audit", help="show the dtypes and the float16 risks of each layer of a saved model"
+        "audit",
+        help="show the dtypes of each layer of a saved model, and what is at risk in 16 bits",
     )
     audit.add_argument("file", type=Path, metavar="FILE", help="a .keras file")
     audit.add_argument(

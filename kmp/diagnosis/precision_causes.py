@@ -170,7 +170,9 @@ class WrongGradients(Cause):
     def of(cls, run: RunMetrics) -> "WrongGradients | None":
         """Returns the cause if the run has it."""
         last = run.last_comparison
-        if last is None or not soundness.harmful_gradients(last):
+        if last is None or soundness.has_few_examples(last, run.format):
+            return None
+        if not soundness.harmful_gradients(last):
             return None
         # Late in a training that the loss misleads, the outputs may hardly vary, and differ too.
         born_in_loss = filter(soundness.is_born_in_loss, reversed(run.with_harmful_gradients))

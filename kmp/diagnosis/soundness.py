@@ -100,9 +100,16 @@ def is_harmful(replay: Replay, number_format: FloatFormat = FLOAT16) -> bool:
     if replay.comparison is None:
         return False
     errors = replay.comparison
-    if are_harmful(errors.output_error, errors.gradients, number_format):
+    if lost_states(replay):
         return True
-    return bool(lost_states(replay))
+    if has_few_examples(replay, number_format):
+        return False
+    return are_harmful(errors.output_error, errors.gradients, number_format)
+
+
+def has_few_examples(replay: Replay, number_format: FloatFormat) -> bool:
+    """Whether a comparison has too few examples to tell harm from rounding, which is coarse."""
+    return number_format is BFLOAT16 and replay.examples < thresholds.FEW_EXAMPLES
 
 
 def loss_difference(replay: Replay) -> float:

@@ -70,6 +70,10 @@ HARMFUL_OUTPUT_ERROR = 0.05
 # bfloat16 ruins are at 0.44 and more. Not seen: the only recorded run in bfloat16 is at 0.005.
 # Kept, because an error that only rounds the outputs of an autoencoder is no harm.
 HARMFUL_OUTPUT_ERROR_IN_BFLOAT16 = 0.25
+# Examples of a comparison in bfloat16. How outputs and gradients vary between two examples says
+# little: a sound transformer of six blocks had errors of 0.04 and 0.08 on 32 of them, and of 0.44
+# and 0.25 on 2. Not seen: the recorded run has 32. Kept, because a slow replay takes fewer.
+FEW_EXAMPLES = 8
 HARMFUL_OUTPUT_ERROR_ALONE = 0.25  # where there are no gradients, or no layer adds to it
 # Not seen: the largest errors of the runs are below 0.19 or above 0.5. Kept, because the threshold
 # lies between them.

@@ -182,7 +182,7 @@ def test_updates_that_are_too_large_are_reported_in_every_format(settings):
     assert finding.title == "Training diverges: the updates are too large in any number format."
 
 
-def compared(step, output_error, gradient_error, **values):
+def compared(step, output_error, gradient_error, examples=32, **values):
     """Returns a record with the comparison of a batch with float32."""
     values |= {
         "output_error": output_error,
@@ -190,7 +190,7 @@ def compared(step, output_error, gradient_error, **values):
         "gradient_errors": [GradientError("net/a", gradient_error, 1.0, 1.0, 0.5)],
         "float32_layers": ["net/a"],
     }
-    return row(step) | {"replay": make_replay(32, 1.0, 1.0, 1.0, True, True, **values)}
+    return row(step) | {"replay": make_replay(examples, 1.0, 1.0, 1.0, True, True, **values)}
 
 
 @pytest.mark.parametrize("name", ["float16", "bfloat16"])
@@ -216,3 +216,15 @@ def test_verdict_does_not_reassure_where_rounded_outputs_differ_by_more_than_5_p
         "It is not known whether bfloat16 hurts this run. Not measured: what the errors of outputs"
         " or gradients at step 100 did to the training"
     )
+
+
+def test_few_examples_do_not_show_that_bfloat16_is_harmful():
+    for output_error, gradient_error in ((0.5, 0.3), (0.01, 2.0)):
+        rows = [compared(step, output_error, gradient_error, examples=2) for step in (1, 50, 100)]
+        advice = advice_of(BFLOAT16, *rows)
+        assert not advice
+        assert advice.verdict.startswith(
+            "It is not known whether bfloat16 hurts this run. Not measured: what the errors of"
+        )
+        many = [compared(step, output_error, gradient_error) for step in (1, 50, 100)]
+        assert advice_of(BFLOAT16, *many)[0].cause == "precision_loss"

@@ -52,6 +52,20 @@ def test_streak_of_corrupt_batches_raises_at_patience_and_keeps_the_weights_from
     assert model.optimizer.snapshot().loss_scale == 2.0**15
 
 
+@pytest.mark.parametrize("policy", ["mixed_bfloat16", "float32"])
+@pytest.mark.parametrize("replay", [False, True])
+def test_message_about_a_model_without_a_loss_scale_does_not_name_one(policy, replay):
+    kmp.enable(policy)
+    model = compiled_model("sgd", run_eagerly=True)
+    with pytest.raises(StuckError) as caught:
+        fit_data(model, data(slice(0, 30), 30), [Monitor(patience=10, replay=replay)])
+    message = str(caught.value)
+    assert re.match(r"Training is stuck: at step 10 the last 10 steps were skipped\. Last", message)
+    cause = "The batch's x contains NaN or Inf." if replay else "The loss is NaN or Inf."
+    assert f"\nCause: {cause}\n" in message
+    assert "scal" not in message
+
+
 def test_streak_is_detected_at_the_exact_step_for_any_start_and_a_clean_step_ends_it():
     model = compiled_model("sgd")
     for start in (1, 37, 101):

@@ -14,6 +14,26 @@ from kmp.records.replay import Comparison
 HEADER = {"schema": 1, "kind": "header", "settings": {"rule": "FixedScale"}}
 
 
+@pytest.mark.parametrize(
+    ("dtypes", "name"),
+    [
+        (["bfloat16", "float16", "float32"], "float16"),  # which can lose most
+        (["bfloat16", "float32"], "bfloat16"),
+        (["float32"], "float32"),
+        (["float64"], "float32"),
+        (None, "float16"),
+    ],
+)
+def test_format_of_a_run_is_the_one_that_limits_it(dtypes, name):
+    fixed = {"rule": "FixedScale", "initial_scale": 1.0}
+    settings = {} if dtypes is None else {"compute_dtypes": dtypes}
+    run = Run([], {"settings": settings | fixed})
+    assert run.format.name == name
+    assert run.has_loss_scale == (name == "float16")
+    assert Run([], {"settings": settings | fixed | {"initial_scale": 2.0}}).has_loss_scale
+    assert Run([], {"settings": settings | {"rule": "DynamicScale"}}).has_loss_scale
+
+
 def test_run_round_trips_through_a_log(tmp_path):
     sample = sample_from(2, 8.0, {"v0": {"zero": 1}, "v1": {"zero": 3}})
     rows = [

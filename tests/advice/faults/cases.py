@@ -47,6 +47,7 @@ CASES: dict[str, Case] = {
     "fault_scale_too_small_autoencoder": Case("scale_too_small", "loss_scale", 0.95),
     "fault_scale_too_small_lstm": Case("scale_too_small", "loss_scale", 0.93),
     "fault_scale_too_small_dose_map": Case("scale_too_small", "max_scale", 0.9),
+    "fault_unscaled_loss_divided": Case("unscaled_loss", "unscaled", 0.85),
     "fault_scale_growth_of_wrap": Case("growth_interval_too_small", "growth_interval", 0.93),
     "fault_scale_too_large_conv": Case("scale_too_large", "loss_scale", 0.93),
     "fault_scale_too_large_regression": Case("scale_too_large", "loss_scale", 0.93),
