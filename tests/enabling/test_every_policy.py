@@ -33,6 +33,26 @@ def test_scale_is_that_of_the_model_and_not_of_the_policy():
         assert in_float16.optimizer.rule == DynamicScale(initial_scale=8.0)
 
 
+@pytest.mark.parametrize(
+    ("of_model", "enabled", "rule"),
+    [("mixed_float16", "float32", DynamicScale()), ("float32", "mixed_float16", NO_SCALE)],
+)
+def test_scale_in_place_of_that_of_keras_is_that_of_the_model(of_model, enabled, rule):
+    keras.config.set_dtype_policy(of_model)
+    model = compiled_model()
+    with kmp.enable(enabled):
+        model.compile(keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD()), "mse")
+    assert model.optimizer.rule == rule
+
+
+def test_optimizer_of_another_model_is_the_error_of_keras():
+    shared = keras.optimizers.SGD()
+    with kmp.enable("float32"):
+        fit(compiled_model(shared), batches=1)
+        with pytest.raises(ValueError, match=r"\AUnknown variable: "):
+            fit(compiled_model(shared), batches=1)
+
+
 def test_wrapped_optimizer_follows_the_model_that_it_is_compiled_with():
     for policy, rule in (("mixed_bfloat16", NO_SCALE), ("mixed_float16", DynamicScale())):
         keras.config.set_dtype_policy(policy)
