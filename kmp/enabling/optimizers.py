@@ -75,19 +75,27 @@ def wrap_for_compile(
     if isinstance(optimizer, LossScaleOptimizer):
         _follow_model(optimizer, computes_in_float16)
         return optimizer
-    if not isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
-        wrapped = _wrapped(optimizer, _settings_for(optimizer, computes_in_float16))
-        wrapped.settings_call = "kmp.enable" if current_settings() else "kmp.wrap"
-        return wrapped
-    if optimizer.built:
-        return optimizer
-    # Keras' own, not yet built, for example while `load_model` compiles a model.
+    if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
+        if optimizer.built:
+            return optimizer
+        # Keras' own, not yet built, for example while `load_model` compiles a model.
+        settings = _settings_of(optimizer)
+        optimizer = optimizer.inner_optimizer
+        if settings:
+            return wrap(optimizer, **settings)
+    wrapped = _wrapped(optimizer, _settings_for(optimizer, computes_in_float16))
+    wrapped.settings_call = "kmp.enable" if current_settings() else "kmp.wrap"
+    return wrapped
+
+
+def _settings_of(optimizer: keras.optimizers.LossScaleOptimizer) -> LossScaleSettings:
+    """Returns the settings of an optimizer of Keras' class that are not the defaults."""
     settings: LossScaleSettings = {}
     if optimizer.initial_scale != DynamicScale.initial_scale:
         settings["initial_scale"] = optimizer.initial_scale
     if optimizer.dynamic_growth_steps != DynamicScale.growth_interval:
         settings["growth_interval"] = optimizer.dynamic_growth_steps
-    return wrap(optimizer.inner_optimizer, **settings)
+    return settings
 
 
 def _follow_model(optimizer: LossScaleOptimizer, computes_in_float16: bool) -> None:

@@ -8,7 +8,7 @@ import tensorflow as tf
 from keras import ops
 
 from kmp import scaling
-from kmp.backend import distribution, keras_internals, xla
+from kmp.backend import checkpoint_binding, distribution, keras_internals, xla
 from kmp.backend.patching import patches
 from kmp.gradients.gradient_sampler import GradientSampler, paths_of
 from kmp.gradients.tensor_groups import Gradients, Variables
@@ -196,6 +196,8 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
 
     def build(self, var_list: Variables) -> None:
         """Creates the counters by variable and the inner optimizer's variables."""
+        if self.inner_optimizer.built:  # by another model, or by an earlier `compile`
+            self.inner_optimizer._check_variables_are_known(var_list)
         if self.rule == scaling.NO_SCALE:
             # Its variables have the order of a plain optimizer, because that is what is saved.
             self.inner_optimizer.build(var_list)
@@ -485,7 +487,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
 
     def save_own_variables(self, store: Any) -> None:
         """Saves the variables of Keras' class; without a loss scale, those of a plain optimizer."""
-        if self.rule == scaling.NO_SCALE:
+        if self._is_saved_as_plain:
             self.inner_optimizer.save_own_variables(store)
         else:
             super().save_own_variables(store)
@@ -493,10 +495,32 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
     def __dir__(self) -> Iterable[str]:
         """Lists the attributes, in which Keras finds what else to save."""
         names = super().__dir__()
-        if vars(self).get("rule") != scaling.NO_SCALE:
+        if not self._is_saved_as_plain:
             return names
         # `save_own_variables` has saved it.
         return [name for name in names if name != "inner_optimizer"]
+
+    def _trackable_children(self, save_type: str = "checkpoint", **kwargs: Any) -> dict[str, Any]:
+        """Returns what `tf.train.Checkpoint` saves; without a loss scale, as a plain optimizer.
+
+        Such a checkpoint loads without kmp, and sets no loss scale of a run in float16.
+        """
+        children = super()._trackable_children(save_type, **kwargs)
+        if not self._is_saved_as_plain or save_type != "checkpoint":
+            return children
+        also = ("counters", "inner_state")
+        return checkpoint_binding.children_as_plain(self.inner_optimizer, children, also)
+
+    @property
+    def _deferred_dependencies(self) -> Any:
+        """What a checkpoint has for variables that `build` will create."""
+        if self._is_saved_as_plain:
+            return checkpoint_binding.deferred_of(self.inner_optimizer)
+        return super()._deferred_dependencies
+
+    @property
+    def _is_saved_as_plain(self) -> bool:
+        return vars(self).get("rule") == scaling.NO_SCALE
 
     def exclude_from_weight_decay(self, var_list: Any = None, var_names: Any = None) -> None:
         """Excludes variables from the weight decay of the inner optimizer, as there."""

@@ -3,6 +3,7 @@
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 from conftest import MODES, assert_equal, compiled_model, fit, fit_data, small_data, values
 
 import kmp
@@ -30,6 +31,26 @@ def test_scale_is_that_of_the_model_and_not_of_the_policy():
     with kmp.enable("float32", initial_scale=8.0):
         in_float16.compile("sgd", "mse")
         assert in_float16.optimizer.rule == DynamicScale(initial_scale=8.0)
+
+
+@pytest.mark.parametrize(
+    ("of_model", "enabled", "rule"),
+    [("mixed_float16", "float32", DynamicScale()), ("float32", "mixed_float16", NO_SCALE)],
+)
+def test_scale_in_place_of_that_of_keras_is_that_of_the_model(of_model, enabled, rule):
+    keras.config.set_dtype_policy(of_model)
+    model = compiled_model()
+    with kmp.enable(enabled):
+        model.compile(keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD()), "mse")
+    assert model.optimizer.rule == rule
+
+
+def test_optimizer_of_another_model_is_the_error_of_keras():
+    shared = keras.optimizers.SGD()
+    with kmp.enable("float32"):
+        fit(compiled_model(shared), batches=1)
+        with pytest.raises(ValueError, match=r"\AUnknown variable: "):
+            fit(compiled_model(shared), batches=1)
 
 
 def test_wrapped_optimizer_follows_the_model_that_it_is_compiled_with():
@@ -131,3 +152,59 @@ def test_file_has_the_state_of_the_optimizer_once(tmp_path):
         sizes.append((tmp_path / "model.keras").stat().st_size)
     watched, plain = sizes
     assert watched < plain + 20_000  # the kernel has 360,000 bytes
+
+
+def model_of_checkpoint(optimizer="adam", **arguments):
+    model = compiled_model(optimizer, run_eagerly=True, **arguments)
+    model.optimizer.build(model.trainable_variables)
+    return model
+
+
+def inner_state(model):
+    return values(getattr(model.optimizer, "inner_optimizer", model.optimizer).variables)
+
+
+@pytest.mark.parametrize("is_root", [False, True])
+def test_checkpoint_has_the_plain_optimizer_and_the_counters(is_root, tmp_path):
+    def checkpoint_of(model):
+        optimizer = model.optimizer
+        return (
+            tf.train.Checkpoint(optimizer) if is_root else tf.train.Checkpoint(optimizer=optimizer)
+        )
+
+    with kmp.enable("mixed_bfloat16"):
+        saved = model_of_checkpoint()
+        fit(saved, batches=2)
+        path = checkpoint_of(saved).save(str(tmp_path / "x"))
+        assert not [name for name, _ in tf.train.list_variables(path) if "inner_optim" in name]
+        watched = model_of_checkpoint(keras.optimizers.Adam(0.5))
+        plain = model_of_checkpoint(keras.optimizers.Adam(0.5), auto_scale_loss=False)
+        for model in (watched, plain):
+            checkpoint = checkpoint_of(model)
+            checkpoint.restore(path).assert_existing_objects_matched()
+            assert_equal(inner_state(saved), inner_state(model))
+            assert int(checkpoint.save_counter) == 1
+        assert watched.optimizer.snapshot().step == 2
+
+
+@pytest.mark.parametrize("is_built_later", [False, True])
+@pytest.mark.parametrize(
+    "policies", [("mixed_bfloat16", "mixed_float16"), ("mixed_float16", "float32")]
+)
+def test_checkpoint_goes_on_in_another_policy_with_the_scale_of_that(
+    policies, is_built_later, tmp_path
+):
+    with kmp.enable(policies[0]):
+        saved = model_of_checkpoint("adam")
+        path = str(tmp_path / "x")
+        for variable in saved.optimizer.inner_optimizer.variables:
+            variable.assign(np.full(variable.shape, 3))
+        tf.train.Checkpoint(optimizer=saved.optimizer).write(path)
+    with kmp.enable(policies[1]):
+        model = compiled_model("adam")
+        if not is_built_later:
+            model.optimizer.build(model.trainable_variables)
+        tf.train.Checkpoint(optimizer=model.optimizer).read(path).expect_partial()
+        model.optimizer.build(model.trainable_variables)
+    assert float(model.optimizer.loss_scale) == model.optimizer.rule.initial_scale
+    assert all((value == 3).all() for value in inner_state(model))

@@ -463,6 +463,10 @@ for read in load, restore:
     assert (float(wrapped.dynamic_scale), int(wrapped.iterations)) == (64.0, 2)
     assert all(np.any(wrapped.inner_optimizer.variables[index]) for index in (2, 3))
 assert float(restore(plain, "sgd").learning_rate) == 0.0
+unscaled = model_with("adam")
+tf.train.Checkpoint(model=unscaled).read("unscaled").expect_partial()
+assert float(unscaled.optimizer.learning_rate) == 0.25
+assert int(unscaled.optimizer.iterations) == 2
 warnings.simplefilter("ignore")
 assert int(load(plain, "adam").iterations) == 0
 for read, error in (
@@ -495,6 +499,11 @@ def test_what_keras_alone_loads_is_what_the_guide_says(tmp_path, policy):
         model.save_weights(tmp_path / f"{name}.weights.h5")
         tf.train.Checkpoint(model=model).write(str(tmp_path / name))
         np.savez(tmp_path / f"{name}.npz", *model.get_weights())
+    unscaled = OURS(keras.optimizers.Adam(0.25), loss_scale=1.0)
+    model.compile(unscaled, "mse", run_eagerly=True)
+    unscaled.build(model.trainable_variables)
+    unscaled.inner_optimizer.iterations.assign(2)
+    tf.train.Checkpoint(model=model).write(str(tmp_path / "unscaled"))
     done = subprocess.run(
         [sys.executable, "-c", WITHOUT_KMP],
         cwd=tmp_path,
