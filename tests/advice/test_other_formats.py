@@ -103,11 +103,15 @@ def test_operation_whose_gradients_are_not_finite_in_float32_is_named():
     replay = backward_replay(operation("SqrtGrad"), is_finite_in_float32=False)
     record = NONFINITE_GRADIENTS | {"replay": replay}
     (finding,) = advice_of(FLOAT32, record)
-    assert finding.title == (
-        "NaN or Inf in the backward pass of layer 'a': SqrtGrad is the first to return inf."
-    )
+    slope = "the slope of a root or a norm is infinite at 0."
+    assert finding.title == f"The backward pass of layer 'a' divides by 0: {slope}"
     (finding,) = advice_of(BFLOAT16, record)
-    assert finding.title == "NaN or Inf in the backward pass of layer 'a', in float32 too."
+    assert finding.title == f"The backward pass of layer 'a' divides by 0, in float32 too: {slope}"
+    record["replay"] = backward_replay(operation("ExpGrad"), is_finite_in_float32=False)
+    for run_format, too in ((FLOAT32, ""), (BFLOAT16, ", in float32 too")):
+        (finding,) = advice_of(run_format, record)
+        assert finding.title == f"NaN or Inf in the backward pass of layer 'a'{too}."
+        assert "ExpGrad is the first to return inf" in finding.evidence
 
 
 def test_operation_whose_loss_is_not_finite_is_named_with_its_layer():
