@@ -40,6 +40,7 @@ FORMATS = {
     "fault_rounding": SIXTEEN_BITS,
     "fault_scale": {"float16"},
     "fault_targets": ALL,
+    "fault_unscaled_loss": {"float16"},
 }
 
 
