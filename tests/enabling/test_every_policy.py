@@ -154,6 +154,18 @@ def test_file_has_the_state_of_the_optimizer_once(tmp_path):
     assert watched < plain + 20_000  # the kernel has 360,000 bytes
 
 
+@pytest.mark.filterwarnings("ignore:.*HDF5")
+def test_old_h5_file_has_the_plain_optimizer(tmp_path):
+    with kmp.enable("float32"):
+        model = compiled_model(keras.optimizers.Adam(0.25), run_eagerly=True)
+        fit(model, batches=2)
+        model.save(tmp_path / "model.h5")
+    assert isinstance(model.optimizer, kmp.LossScaleOptimizer)
+    loaded = keras.models.load_model(tmp_path / "model.h5").optimizer
+    assert type(loaded) is keras.optimizers.Adam
+    assert (float(loaded.learning_rate), int(loaded.iterations)) == (0.25, 2)
+
+
 def model_of_checkpoint(optimizer="adam", **arguments):
     model = compiled_model(optimizer, run_eagerly=True, **arguments)
     model.optimizer.build(model.trainable_variables)
