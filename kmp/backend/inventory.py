@@ -212,6 +212,14 @@ PATCHES = (
         since="TensorFlow 2.18",
         link="Files of a plain optimizer and of a wrapped one",
     ),
+    Patch(
+        owner="keras.src.legacy.saving.legacy_h5_format",
+        name="save_model_to_hdf5",
+        make=f"{_PATCHES}:save_h5_patch",
+        when=(Reason.ENABLED, Reason.IN_USE),
+        promise="an `.h5` file of a run without a loss scale has the plain optimizer",
+        link="Files of a plain optimizer and of a wrapped one",
+    ),
     # While a guarded step is traced or runs eagerly.
     Patch(
         owner="keras:Variable",

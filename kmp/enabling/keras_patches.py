@@ -105,6 +105,22 @@ def _saved_optimizer(optimizer: Any) -> Any:
     return optimizer.inner_optimizer if is_plain else optimizer
 
 
+def save_h5_patch(original: Callable[..., None]) -> Callable[..., None]:
+    """Patches the writer of old `.h5` files, which takes the optimizer from the model itself."""
+
+    @functools.wraps(original)
+    def save_model_to_hdf5(model: keras.Model, *args: Any, **kwargs: Any) -> None:
+        optimizer = getattr(model, "optimizer", None)
+        saved = _saved_optimizer(optimizer)
+        if saved is optimizer:
+            original(model, *args, **kwargs)
+            return
+        with keras_internals.instance_attribute(model, "optimizer", saved):
+            original(model, *args, **kwargs)
+
+    return save_model_to_hdf5
+
+
 def _check_rewrite(arguments: dict[str, Any]) -> None:
     """Raises an error or warns if there is no graph to rewrite."""
     if arguments.get("jit_compile") is True:

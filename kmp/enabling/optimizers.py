@@ -73,8 +73,10 @@ def wrap_for_compile(
     if optimizer is None:
         return None
     if isinstance(optimizer, LossScaleOptimizer):
-        _follow_model(optimizer, computes_in_float16)
-        return optimizer
+        if not _needs_another_wrapper(optimizer, computes_in_float16):
+            _follow_model(optimizer, computes_in_float16)
+            return optimizer
+        optimizer = optimizer.inner_optimizer
     if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
         if optimizer.built:
             return optimizer
@@ -96,6 +98,12 @@ def _settings_of(optimizer: keras.optimizers.LossScaleOptimizer) -> LossScaleSet
     if optimizer.dynamic_growth_steps != DynamicScale.growth_interval:
         settings["growth_interval"] = optimizer.dynamic_growth_steps
     return settings
+
+
+def _needs_another_wrapper(optimizer: LossScaleOptimizer, computes_in_float16: bool) -> bool:
+    """Whether an optimizer has trained without a loss scale, which the model needs now."""
+    has_none_unasked = optimizer.follows_model and optimizer.rule == NO_SCALE
+    return computes_in_float16 and optimizer.built and has_none_unasked
 
 
 def _follow_model(optimizer: LossScaleOptimizer, computes_in_float16: bool) -> None:

@@ -68,6 +68,17 @@ def test_wrapped_optimizer_follows_the_model_that_it_is_compiled_with():
     assert compiled_model(fixed).optimizer.rule == FixedScale(16.0)
 
 
+def test_model_that_computes_in_float16_later_gets_a_scale_in_its_next_compile():
+    with kmp.enable("float32", initial_scale=8.0):
+        model = compiled_model(run_eagerly=True)
+        fit(model, batches=2)
+        model.layers[0].dtype_policy = "mixed_float16"
+        model.compile(model.optimizer, "sparse_categorical_crossentropy")
+        fit(model, batches=1)
+    assert float(model.optimizer.loss_scale) == 8.0
+    assert int(model.optimizer.iterations) == 3
+
+
 def test_loss_scale_factor_of_the_optimizer_is_kept_in_float32():
     with kmp.enable("float32"):
         model = compiled_model(keras.optimizers.SGD(loss_scale_factor=16.0))
@@ -152,6 +163,18 @@ def test_file_has_the_state_of_the_optimizer_once(tmp_path):
         sizes.append((tmp_path / "model.keras").stat().st_size)
     watched, plain = sizes
     assert watched < plain + 20_000  # the kernel has 360,000 bytes
+
+
+@pytest.mark.filterwarnings("ignore:.*HDF5")
+def test_old_h5_file_has_the_plain_optimizer(tmp_path):
+    with kmp.enable("float32"):
+        model = compiled_model(keras.optimizers.Adam(0.25), run_eagerly=True)
+        fit(model, batches=2)
+        model.save(tmp_path / "model.h5")
+    assert isinstance(model.optimizer, kmp.LossScaleOptimizer)
+    loaded = keras.models.load_model(tmp_path / "model.h5").optimizer
+    assert type(loaded) is keras.optimizers.Adam
+    assert (float(loaded.learning_rate), int(loaded.iterations)) == (0.25, 2)
 
 
 def model_of_checkpoint(optimizer="adam", **arguments):
