@@ -317,10 +317,12 @@ def _repaired(layers: Sequence[str], run: RunMetrics) -> str:
 def _proof(cause: Repaired, run: RunMetrics) -> str:
     """Returns the reason of a repair, and what the replay with its layers in float32 showed."""
     reason, step = cause.record.get("fallback_reason", ""), cause.record["step"]
-    replays = (replay for at, replay in run.run.replays if at == step and replay.is_finite)
-    proof = next(replays, None)
+    replays = [replay for at, replay in run.run.replays if at == step]
+    proof = next((replay for replay in reversed(replays) if replay.is_finite), None)
     if proof is None:
         return reason
     repaired = _repaired(cause.record["fallback"], run)
-    shown = f"with {repaired} in float32 the results {of_a_batch(proof)} are finite"
+    were_finite = all(replay.is_finite for replay in replays)
+    results = "agree with those in float32" if were_finite else "are finite"
+    shown = f"with {repaired} in float32 the results {of_a_batch(proof)} {results}"
     return "; ".join(filter(None, [reason.rstrip("."), shown]))

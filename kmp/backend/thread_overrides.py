@@ -42,6 +42,11 @@ def _own_value(instance: Any, name: str) -> _Override | None:
     return found[-1] if found else None
 
 
+def has_own_attributes() -> bool:
+    """Whether this thread has another attribute of any object: it passes in another precision."""
+    return any(thread == threading.get_ident() for thread, *_ in list(_overrides))
+
+
 @contextlib.contextmanager
 def own_attribute(instance: Any, name: str, value: Any) -> Iterator[None]:
     """Gives an object another attribute in the context, for this thread only.

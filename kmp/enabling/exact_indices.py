@@ -18,6 +18,7 @@ import tensorflow as tf
 from kmp.backend import keras_internals
 from kmp.backend.keras_internals import sublayers
 from kmp.backend.patching import patches
+from kmp.backend.thread_overrides import has_own_attributes
 from kmp.enabling import misuse_warnings
 from kmp.utils.float_formats import DTYPES_16_BIT, FORMATS_16_BIT
 
@@ -142,6 +143,9 @@ def _look_up(layer: keras.Layer, inputs: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _warn_if_rounded(layer: keras.Layer, dtype: str) -> None:
+    # The training may not compute in the format of a replay.
+    if has_own_attributes():
+        return
     rows = rows_of(layer)
     if rounds_indices(rows, dtype):
         text = f" for {rows} rows" if rows < math.inf else ""

@@ -78,7 +78,21 @@ def test_layer_that_bfloat16_ruins_is_set_to_float32_while_the_training_runs(tmp
     assert repaired_layers(run) == ["cancels"]
     first, proof = (replay for _, replay in run.replays[:2])
     assert first.output_error > 0.5 > proof.output_error
+    assert "of a batch agree with those in float32" in str(kmp.advise(run))  # they were finite
     assert run.last("loss_scale") == model.optimizer.snapshot().loss_scale == 1.0
+
+
+def test_replay_in_the_other_format_does_not_warn_of_what_it_rounds():
+    with kmp.enable("mixed_bfloat16"):
+        ids = keras.Input((1,))
+        rounded = keras.layers.Flatten()(ids)
+        rows = keras.layers.Embedding(3000, 4)(rounded)
+        model = keras.Model(ids, keras.layers.Flatten(name="row")(rows))
+        model.compile("sgd", "mse")
+    x = np.arange(64.0).reshape(64, 1)
+    with pytest.warns(UserWarning, match="indices for 3000 rows as bfloat16") as warned:
+        model.fit(x, np.zeros((64, 4)), verbose=0, callbacks=[Monitor(repair=False)])
+    assert not [each for each in warned if "as float16" in str(each.message)]
 
 
 def test_layer_that_is_nan_in_bfloat16_is_set_to_float32_while_the_training_runs():
