@@ -117,6 +117,12 @@ def test_batch_with_nan_is_skipped_and_counted_and_harms_nothing(policy, mode):
     assert model.optimizer.snapshot().nonfinite_loss_count == 1
 
 
+def test_no_gradient_is_the_error_of_keras():
+    variable = keras.Variable([1.0])
+    with kmp.enable("float32"), pytest.raises(ValueError, match=r"\ANo gradients provided"):
+        kmp.wrap("sgd").apply([None], [variable])
+
+
 class WithoutScaling(keras.Sequential):
     """A model whose training step is written without `scale_loss`."""
 
