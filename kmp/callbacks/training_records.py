@@ -171,9 +171,10 @@ def record_of(snapshot: Snapshot, previous: Snapshot, recorded: Collection[str])
         "nonfinite_loss_count": snapshot.nonfinite_loss_count,
         "overflows_in_a_row": snapshot.overflows_in_a_row,
         "nonfinite_losses_in_a_row": snapshot.nonfinite_losses_in_a_row,
-        "last_loss": snapshot.last_loss,
-        "highest_loss": snapshot.highest_loss,
     }
+    if snapshot.last_loss is not None:  # a file has `null` for NaN
+        record["last_loss"] = snapshot.last_loss
+        record["highest_loss"] = snapshot.highest_loss
     if skipped > snapshot.nonfinite_loss_count - previous.nonfinite_loss_count:
         record["overflow_origin"] = snapshot.overflow_origin
     if snapshot.overflows_by_variable != previous.overflows_by_variable:

@@ -18,6 +18,15 @@ def check_no_pairs(gradients: Gradients) -> None:
             )
 
 
+def check_any(grads: Gradients) -> None:
+    """Raises Keras' error if all gradients are `None`.
+
+    Keras would raise it inside of the branch of the update, with a message about that.
+    """
+    if all(gradient is None for gradient in grads):
+        raise ValueError("No gradients provided for any variable.")
+
+
 def check_shapes(gradients: Gradients, variables: Variables) -> None:
     """Raises an error if there is not one gradient for each variable, of its shape or `None`."""
     if len(gradients) != len(variables):

@@ -19,7 +19,7 @@ from kmp.gradients.unscaling import (
     with_padded_rows,
 )
 from kmp.optimizer.counters import COUNT_INDEX, Counters, network_order
-from kmp.optimizer.gradient_checks import check_no_pairs, check_shapes
+from kmp.optimizer.gradient_checks import check_any, check_no_pairs, check_shapes
 from kmp.optimizer.inner_optimizer import (
     InnerState,
     resolve_optimizer,
@@ -297,11 +297,12 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
                 last.
 
         Raises:
-            ValueError: If the optimizer is not built and `trainable_variables` is `None`, if the
-                number of gradients differs from that of variables, if a gradient does not have the
-                shape of its variable, if the optimizer was not built on one of the variables, where
-                `unscale` raises one, if the last `unscale` got fewer gradients, or if `unscaled` is
-                needed because a `tf.function` called `unscale` and does not run Python again.
+            ValueError: If the optimizer is not built and `trainable_variables` is `None`, if all
+                gradients are `None`, if the number of gradients differs from that of variables, if
+                a gradient does not have the shape of its variable, if the optimizer was not built
+                on one of the variables, where `unscale` raises one, if the last `unscale` got fewer
+                gradients, or if `unscaled` is needed because a `tf.function` called `unscale` and
+                does not run Python again.
         """
         grads = list(grads)
         distribution.check_context("apply", self.built or not grads)
@@ -309,6 +310,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         unscaled = self._are_unscaled(grads, unscaled)
         if not grads:
             return
+        check_any(grads)
         # TensorFlow traces a function whose first trace creates variables once more, which must
         # find the same stage.
         is_traced_twice = not self.built and not tf.executing_eagerly()

@@ -38,8 +38,9 @@ def other_format(
         share: What the loss is multiplied by besides the loss scale: see `StepContext.batch_size`.
 
     Returns:
-        What the pass showed. `None` if there is no other format, the pass takes too long or is not
-        possible, or it draws random numbers that differ between dtypes.
+        What the pass showed; without gradients, of a step that scales no loss. `None` if there is
+        no other format, the pass takes too long or is not possible, or it draws random numbers that
+        differ between dtypes.
     """
     other = other_format_of(passes.model)
     if other is None or exact.is_random:
@@ -54,13 +55,20 @@ def other_format(
         return None
     if result.is_random:
         return None
+    # A step in bfloat16 may scale no loss, and float16 would flush its gradients.
+    is_unscaled = bool(result.gradients) and not result.knows_loss
+    if is_unscaled:
+        loss_scale = 1.0
     if not result.is_finite:
         overflow = _overflow(passes, other, result, exact)
         return OtherFormat(other, loss_scale, is_finite=False, overflow=overflow)
+    gradients = []
+    if not is_unscaled:
+        gradients = gradient_errors(result, Reference(passes.model, exact))
     comparison = Comparison(
         result.marks.output_error,
         layers=layer_errors(result),
-        gradients=gradient_errors(result, Reference(passes.model, exact)),
+        gradients=gradients,
         states=None,
     )
     return OtherFormat(other, loss_scale, is_finite=True, comparison=comparison)

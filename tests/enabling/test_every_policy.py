@@ -117,6 +117,34 @@ def test_batch_with_nan_is_skipped_and_counted_and_harms_nothing(policy, mode):
     assert model.optimizer.snapshot().nonfinite_loss_count == 1
 
 
+def test_no_gradient_is_the_error_of_keras():
+    variable = keras.Variable([1.0])
+    with kmp.enable("float32"), pytest.raises(ValueError, match=r"\ANo gradients provided"):
+        kmp.wrap("sgd").apply([None], [variable])
+
+
+class WithoutScaling(keras.Sequential):
+    """A model whose training step is written without `scale_loss`."""
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = self.compute_loss(x, y, self(x, training=True))
+        variables = self.trainable_variables
+        self.optimizer.apply_gradients(zip(tape.gradient(loss, variables), variables, strict=True))
+        return {"loss": loss}
+
+
+def test_records_of_a_step_that_scales_no_loss_have_no_loss():
+    with kmp.enable("float32"):
+        model = WithoutScaling([keras.Input((4,)), keras.layers.Dense(2)])
+        model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    counter = kmp.callbacks.OverflowCounter()
+    fit(model, [counter], batches=2)
+    assert counter.run.last("overflow_count") == 0
+    assert not counter.run.series("last_loss")[1].size
+
+
 @pytest.mark.parametrize("name", ["Adam", "Nadam", "Adafactor"])
 def test_file_has_the_plain_optimizer_and_loads_with_and_without_enable(name, tmp_path):
     files = tmp_path / "model.keras", tmp_path / "model.weights.h5"

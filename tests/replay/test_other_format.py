@@ -112,6 +112,29 @@ def test_float16_has_the_largest_loss_scale_that_its_gradients_allow(target, log
     assert max(each.error for each in found.other_format.comparison.gradients) < 0.01
 
 
+class WithoutScaling(keras.Sequential):
+    """A model whose training step is written without `scale_loss`, which bfloat16 allows."""
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = self.compute_loss(x, y, self(x, training=True))
+        variables = self.trainable_variables
+        self.optimizer.apply_gradients(zip(tape.gradient(loss, variables), variables, strict=True))
+        return {}
+
+
+def test_step_that_scales_no_loss_has_no_gradients_in_float16():
+    with kmp.enable("mixed_bfloat16"):
+        model = WithoutScaling([keras.Input((4,)), layers.Dense(8), layers.Dense(1)])
+        model.compile("sgd", "mse")
+    found = replayed(model)
+    assert found.comparison.gradients
+    other = found.other_format
+    assert (other.loss_scale, other.comparison.gradients) == (1.0, [])
+    assert 0 < other.comparison.output_error < found.comparison.output_error
+
+
 def test_bfloat16_has_no_loss_scale():
     found = replayed(model_in("mixed_float16", functools.partial(layers.Dense, 2)))
     assert (found.loss_scale, found.other_format.loss_scale) == (8.0, 1.0)
