@@ -101,6 +101,8 @@ class StepStage:
             ValueError: If it is not known whether they are unscaled, in a `train_step` without
                 `scale_loss`, or if `unscale` got fewer.
         """
+        if not self._requires_scaling:
+            return  # scaled or not, the gradients are the same
         is_traced = not tf.executing_eagerly()
         is_only_one_traced = self.is_unscaled and self._unscale_is_traced != is_traced
         if self._current is Stage.APPLIED_UNSCALED or is_only_one_traced:

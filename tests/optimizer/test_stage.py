@@ -410,3 +410,12 @@ def test_batch_without_rows_updates_nothing_also_if_its_gradients_are_finite(wei
     optimizer.apply([tf.constant([SCALE, 0.0])], [weight])
     np.testing.assert_array_equal(weight, [1.0, 2.0])
     assert (optimizer.snapshot().step, optimizer.snapshot().overflow_count) == (1, 0)
+
+
+def test_order_of_the_calls_does_not_matter_without_a_loss_scale(weight):
+    optimizer = conftest.optimizer_for(weight, loss_scale=1.0)
+    optimizer.apply(optimizer.unscale([gradient_of(weight)]), [weight])
+    np.testing.assert_array_equal(weight, [0.0, 0.0])
+    weight.assign([1.0, 2.0])
+    optimizer.apply([gradient_of(weight)], [weight])  # the loss was not scaled, and need not be
+    np.testing.assert_array_equal(weight, [0.0, 0.0])

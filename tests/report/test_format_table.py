@@ -152,10 +152,10 @@ def test_run_without_a_pass_in_another_format_has_no_table():
 def test_page_and_terminal_have_the_table(without_figures, capsys):
     run = run_of(step_1=replay(compared(0.001, 0.002), compared(0.009, 0.03)))
     page = report.html({"first": run})
-    assert "Float16 and bfloat16, layer by layer" in page
+    assert "Both 16-bit formats, layer by layer" in page
     line = "the outputs differ from float32 by at most 0.10 % in float16 and 0.90 % in bfloat16"
     assert line in page
     rich.print(report.summary({"first": run}))
     assert line in " ".join(capsys.readouterr().out.split())
     other = Run([{"step": 1}], HEADER)
-    assert "Float16 and bfloat16" not in report.html({"first": other})
+    assert "Both 16-bit formats" not in report.html({"first": other})
