@@ -21,7 +21,7 @@ from kmp.records.replay import (
     StateError,
     UnscaledGradients,
 )
-from kmp.utils.float_formats import FORMATS_16_BIT
+from kmp.utils.float_formats import FLOAT32, FORMATS_16_BIT
 
 
 @text_of.register
@@ -291,6 +291,11 @@ def _title_of_loss(cause: WrongGradients, run: RunMetrics) -> str:
     found = soundness.overflow_inside(cause.replay)
     if found is None:
         lossy = soundness.lossy_operation(cause.replay, LOSS_FUNCTION.__eq__)
+        if lossy is None and run.run.last("loss_dtype") == FLOAT32.name:
+            return (
+                "The loss is not that of float32: it magnifies the rounding of the outputs in"
+                f" {run.format.name}."
+            )
         reason = f"it {_lossy(lossy)}" if lossy else _too_few_bits(run.format.name)
         return f"The loss is not that of float32, though the outputs are: {reason}."
     added = "" if found.layer == LOSS_FUNCTION else f" that {run.describe(found.layer)} adds"

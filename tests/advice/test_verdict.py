@@ -354,6 +354,9 @@ def test_loss_that_differs_where_the_outputs_agree_is_the_origin():
     )
     assert finding.title.startswith("The loss is not that of float32, though the outputs are")
     assert "the loss is 0.1, in float32 0.3, and the outputs differ by 0.10 %" in finding.evidence
+    assert first_finding(record | {"loss_dtype": "float32"}).title == (
+        "The loss is not that of float32: it magnifies the rounding of the outputs in float16."
+    )
 
 
 GATE = {"unscaled_by": "net/gate", "is_unscaled": True}
