@@ -11,7 +11,7 @@ from kmp.advice.missing_replays import FLOAT32_TRAINING, missing_replays
 from kmp.advice.wording import counted, first_few
 from kmp.diagnosis import RunMetrics, soundness, thresholds
 from kmp.records import Replay
-from kmp.utils.float_formats import DTYPES_16_BIT, FLOAT16, FloatFormat
+from kmp.utils.float_formats import DTYPES_16_BIT, FLOAT16
 
 
 def unknowns(run: RunMetrics) -> Iterator[str]:
@@ -47,7 +47,7 @@ def lost_norm(run: RunMetrics) -> float:
 
 def _not_compared(run: RunMetrics) -> Iterator[str]:
     """Yields what of outputs and gradients was not compared with float32."""
-    harmful = [step for step, replay in run.comparisons if _has_harmful_errors(replay, run.format)]
+    harmful = [step for step, replay in run.comparisons if _has_harmful_errors(replay)]
     if harmful:
         errors = f"the errors of outputs or gradients at step {harmful[-1]}"
         yield doubt(f"what {errors} did to the training", FLOAT32_TRAINING)
@@ -79,9 +79,10 @@ def _missing_in(run: RunMetrics, comparisons: list[Replay]) -> Iterator[str]:
         )
 
 
-def _has_harmful_errors(replay: Replay, number_format: FloatFormat) -> bool:
+def _has_harmful_errors(replay: Replay) -> bool:
     output_error = replay.output_error or 0.0
-    is_harmful = soundness.is_harmful(replay, number_format)
+    # With the limits of float16, which are stricter: between these and others nothing is known.
+    is_harmful = soundness.is_harmful(replay, FLOAT16)
     return is_harmful or output_error > thresholds.HARMFUL_OUTPUT_ERROR
 
 

@@ -211,6 +211,13 @@ def without_tracking(method: Method) -> Method:
     return method if decorate is None else cast(Method, decorate(method))
 
 
+def check_variables_are_known(
+    optimizer: keras.optimizers.Optimizer, variables: Iterable[keras.Variable]
+) -> None:
+    """Raises the error of Keras if an optimizer was built on other variables."""
+    optimizer._check_variables_are_known(variables)
+
+
 def learning_rate_of(optimizer: keras.optimizers.Optimizer) -> Any:
     """Returns the schedule or variable of a learning rate.
 

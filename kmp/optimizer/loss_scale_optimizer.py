@@ -197,7 +197,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
     def build(self, var_list: Variables) -> None:
         """Creates the counters by variable and the inner optimizer's variables."""
         if self.inner_optimizer.built:  # by another model, or by an earlier `compile`
-            self.inner_optimizer._check_variables_are_known(var_list)
+            keras_internals.check_variables_are_known(self.inner_optimizer, var_list)
         if self.rule == scaling.NO_SCALE:
             # Its variables have the order of a plain optimizer, because that is what is saved.
             self.inner_optimizer.build(var_list)

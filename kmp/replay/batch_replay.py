@@ -432,8 +432,6 @@ class _BatchReplay:
         """Adds what a pass in the other 16-bit format shows, if the step asks for it."""
         if not self._context.compares_formats or not exact.is_finite:
             return found
-        if exact.gradients and not exact.knows_loss:  # no loss scale can be tried
-            return found
         usable = _usable_scale(exact, own.marks, self._share)
         other = other_format(self._passes, exact, usable, self._share)
         return replace(found, other_format=other)

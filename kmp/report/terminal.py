@@ -17,7 +17,6 @@ from kmp.report.texts import Table
 from kmp.utils.names import printable
 
 _RUNS_PER_TABLE = 3  # columns that fit into 80 characters
-_WIDEST_NAME = 36  # of a line of 80 characters
 
 
 def summary(runs: Mapping[str, Run]) -> RenderableType:
@@ -106,13 +105,15 @@ def _table(table: Table) -> Iterator[RenderableType]:
         )
         for index, name in enumerate(table.columns):
             is_number = index and len(table.columns) > 2
-            # A name that is broken cannot be searched for; headings break between words.
-            width = None if index else min(_WIDEST_NAME, max(len(row[0]) for row in table.rows))
+            widest = None
+            if is_number and table.columns[0] == "layer":
+                # The headings break between words, to leave room for the names of layers.
+                widest = max(map(len, [*name.split(), *(row[index] for row in table.rows)]))
             grid.add_column(
                 _text(name),
                 overflow="fold",
                 justify="right" if is_number else "left",
-                min_width=width,
+                max_width=widest,
             )
         for index, row in enumerate(table.rows):
             grid.add_row(*map(_text, row), style="bold" if index == table.marked else None)

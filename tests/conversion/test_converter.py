@@ -337,7 +337,7 @@ def test_operation_created_in_custom_code_is_logged_and_the_layer_before_it_is_f
         r"exp\S* needs float32 but follows its inputs, because the code of CreatesItsGraph",
         caplog.text,
     )
-    assert "first stays float32: it avoids an overflow with the batch: amax 12" in caplog.text
+    assert "first stays float32: it avoids NaN and Inf with the batch: amax 12" in caplog.text
     assert dtypes_of(converted) == {"first": "float32", "last": "float32"}
     assert np.isfinite(outputs_of(converted, batch)[0]).all()
     row = next(row for row in kmp.audit(model).rows if row.class_name == "Exp")
