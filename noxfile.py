@@ -1,14 +1,11 @@
-"""Runs the quick tests on the versions of Keras and TensorFlow that kmp supports.
+"""Runs the quick tests on the versions of Python, Keras and TensorFlow that kmp supports.
 
-nox                        # all three sessions
+nox                        # all sessions whose Python is installed
 nox -s nightly -- -x -k adam    # one of them; what stands after `--` goes to pytest
 """
 
-import sys
-
 import nox
 
-nox.options.sessions = ["oldest", "newest", "nightly"]
 PACKAGE = ".[cpu,demo,docs,test]"
 VERSIONS = (
     "import platform, keras, numpy, tensorflow;"
@@ -23,32 +20,44 @@ def run_tests(session: nox.Session) -> None:
     session.run("python", "-m", "pytest", "-n", "2", *session.posargs)
 
 
-@nox.session
+@nox.session(python="3.11")  # TensorFlow 2.18 supports Python 3.12 and earlier
 def oldest(session: nox.Session) -> None:
     """The oldest versions that kmp supports."""
-    if sys.version_info >= (3, 13):
-        session.error(
-            "TensorFlow 2.18 supports Python 3.12 and earlier. Run nox with Python 3.11 or 3.12."
-        )
     session.install("-e", PACKAGE, "keras==3.12.0", "tensorflow-cpu==2.18.0")
     run_tests(session)
 
 
-@nox.session
+@nox.session(python=["3.11", "3.12", "3.13"])
 def newest(session: nox.Session) -> None:
-    """The newest versions that kmp supports."""
-    session.install("-e", PACKAGE, "keras==3.15.1", "tensorflow-cpu==2.21.0")
+    """The newest release of everything."""
+    session.install("-e", PACKAGE)
+    run_tests(session)
+
+
+@nox.session(python="3.13")
+def colab(session: nox.Session) -> None:
+    """The versions in Colab's image."""
+    session.install("-e", PACKAGE, "keras==3.13.*", "tensorflow-cpu==2.20.*", "numpy==2.1.*")
     run_tests(session)
 
 
 @nox.session
 def nightly(session: nox.Session) -> None:
     """The newest TensorFlow with the latest keras-nightly."""
-    session.install("-e", PACKAGE, "tensorflow-cpu==2.21.0")
+    session.install("-e", PACKAGE)
     # Both packages install the folder `keras`, so uninstall `keras` and install the nightly last.
     session.run_install("python", "-m", "pip", "uninstall", "--yes", "keras")
     session.install("--pre", "--no-deps", "--force-reinstall", "keras-nightly")
     session.run(
         "python", "-c", "import keras; assert 'dev' in keras.__version__, keras.__version__"
     )
+    run_tests(session)
+
+
+# Without `--ignore-requires-python`, and into `newest`, when TensorFlow 2.22 is released: then
+# `requires-python` in pyproject.toml gets Python 3.14.
+@nox.session(python="3.14")
+def candidate(session: nox.Session) -> None:
+    """TensorFlow's release candidate, the first for Python 3.14."""
+    session.install("--ignore-requires-python", "-e", PACKAGE, "tensorflow-cpu==2.22.0rc0")
     run_tests(session)
