@@ -6,7 +6,7 @@ not compiled under `enable`, and after `disable`.
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -72,10 +72,7 @@ def compile_patch(original: Callable[..., None]) -> Callable[..., None]:
         if not (is_on or is_wrapped):
             original(self, optimizer, *args, **kwargs)
             return
-        arguments = dict(zip(_COMPILE_ARGUMENTS[: len(args)], args, strict=True))
-        if twice := arguments.keys() & kwargs.keys():
-            raise TypeError(f"compile() got multiple values for argument {min(twice)!r}")
-        arguments.update(kwargs)
+        arguments = _named_arguments(args, kwargs)
         scales = arguments.pop("auto_scale_loss", True)
         if rewrite_dtypes:
             _check_rewrite(arguments)
@@ -91,6 +88,19 @@ def compile_patch(original: Callable[..., None]) -> Callable[..., None]:
             _note_compiled(self)
 
     return compile
+
+
+def _named_arguments(args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Returns the arguments of `compile` after the optimizer by their names.
+
+    Raises:
+        TypeError: If one is given twice.
+    """
+    named = dict(zip(_COMPILE_ARGUMENTS[: len(args)], args, strict=True))
+    twice = named.keys() & kwargs.keys()
+    if twice:
+        raise TypeError(f"compile() got multiple values for argument {min(twice)!r}")
+    return named | kwargs
 
 
 def _saved_optimizer(optimizer: Any) -> Any:

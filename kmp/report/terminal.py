@@ -107,7 +107,7 @@ def _table(table: Table) -> Iterator[RenderableType]:
             is_number = index and len(table.columns) > 2
             widest = None
             if is_number and table.columns[0] == "layer":
-                # The headings break between words, to leave room for the names of layers.
+                # The headings break between words, so that the names of layers need not.
                 widest = max(map(len, [*name.split(), *(row[index] for row in table.rows)]))
             grid.add_column(
                 _text(name),
