@@ -31,7 +31,7 @@ from kmp.replay import (
     reason_of,
     replay_batch,
 )
-from kmp.scaling import NO_SCALE
+from kmp.scaling.rules import NO_SCALE
 from kmp.utils import user_messages
 from kmp.utils.float_formats import FLOAT16, FLOAT32, FloatFormat, computing_format
 

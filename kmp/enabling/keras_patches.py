@@ -29,7 +29,7 @@ from kmp.guarding.model_optimizers import optimizers_of
 from kmp.layers.float32_classes import keep_in_float32, selected_classes
 from kmp.layers.fused_normalization import fuse_normalization
 from kmp.optimizer import LossScaleOptimizer
-from kmp.scaling import NO_SCALE
+from kmp.scaling.rules import NO_SCALE
 from kmp.utils import user_messages
 from kmp.utils.float_formats import DTYPES_16_BIT, FLOAT16
 

@@ -12,7 +12,7 @@ from kmp.guarding.guarded_step import guarded_step_of, has_keras_step
 from kmp.guarding.model_optimizers import all_optimizers_of
 from kmp.layers.float32_rules import SIGMOID, SOFTMAX, Float32Rule, Moment, float32_rule
 from kmp.optimizer import LossScaleOptimizer
-from kmp.scaling import NO_SCALE
+from kmp.scaling.rules import NO_SCALE
 from kmp.utils import user_messages
 from kmp.utils.float_formats import FLOAT16, FLOAT32
 

@@ -7,7 +7,8 @@ import keras
 from kmp.enabling.active_settings import current_settings, is_float16_enabled
 from kmp.optimizer import LossScaleOptimizer
 from kmp.optimizer.inner_optimizer import resolve_optimizer
-from kmp.scaling import NO_SCALE, DynamicScale
+from kmp.scaling import DynamicScale
+from kmp.scaling.rules import NO_SCALE
 from kmp.scaling.settings import LossScaleSettings, loss_scale_rule, override
 
 

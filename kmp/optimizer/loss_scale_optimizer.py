@@ -29,7 +29,7 @@ from kmp.optimizer.replicated_step import can_compile_on_replicas, take_step_on_
 from kmp.optimizer.step import StepArguments, StepState, bounded_scale, take_step
 from kmp.optimizer.step_monitor import StepMonitor
 from kmp.records import Snapshot
-from kmp.scaling.rules import LARGEST_APPLIED_SCALE, LARGEST_SCALE
+from kmp.scaling.rules import LARGEST_APPLIED_SCALE, LARGEST_SCALE, NO_SCALE
 from kmp.scaling.settings import LossScaleSettings, is_dynamic, loss_scale_rule
 from kmp.utils import user_messages, validation
 
@@ -164,7 +164,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         self.jit_compile = jit_compile
         self.counters = Counters()
         self.inner_state = InnerState(inner)
-        self.step_monitor = StepMonitor(requires_scaling=rule != scaling.NO_SCALE)
+        self.step_monitor = StepMonitor(requires_scaling=rule != NO_SCALE)
         self.sampler = GradientSampler(lambda: self.counters.read_counts().step)
         self._compiled_step: Any = None
         if jit_compile:
@@ -188,7 +188,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         interval = getattr(rule, "growth_interval", _DEFAULT.growth_interval)
         initial = rule.initial_scale
         self.__dict__.update(rule=rule, initial_scale=initial, dynamic_growth_steps=interval)
-        self.step_monitor = StepMonitor(requires_scaling=rule != scaling.NO_SCALE)
+        self.step_monitor = StepMonitor(requires_scaling=rule != NO_SCALE)
         self.dynamic_scale.assign(initial)
 
     def _step(self, gradients: Gradients, arguments: StepArguments) -> None:
@@ -198,7 +198,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         """Creates the counters by variable and the inner optimizer's variables."""
         if self.inner_optimizer.built:  # by another model, or by an earlier `compile`
             keras_internals.check_variables_are_known(self.inner_optimizer, var_list)
-        if self.rule == scaling.NO_SCALE:
+        if self.rule == NO_SCALE:
             # Its variables have the order of a plain optimizer, because that is what is saved.
             self.inner_optimizer.build(var_list)
         self._build(var_list)
@@ -240,7 +240,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         loss = ops.convert_to_tensor(loss)
         self.step_monitor.record_loss(loss)
         loss = ops.cast(loss, keras.backend.result_type(loss.dtype, "float32"))
-        if self.rule == scaling.NO_SCALE:
+        if self.rule == NO_SCALE:
             return loss
         return ops.multiply(loss, ops.cast(self.loss_scale, loss.dtype))
 
@@ -522,7 +522,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
 
     @property
     def _is_saved_as_plain(self) -> bool:
-        return vars(self).get("rule") == scaling.NO_SCALE
+        return vars(self).get("rule") == NO_SCALE
 
     def exclude_from_weight_decay(self, var_list: Any = None, var_names: Any = None) -> None:
         """Excludes variables from the weight decay of the inner optimizer, as there."""

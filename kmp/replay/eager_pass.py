@@ -36,7 +36,7 @@ from kmp.replay.instruments import (
 )
 from kmp.replay.layer_marks import LayerMarks
 from kmp.replay.nonfinite_operations import NonfiniteOperations
-from kmp.scaling import NO_SCALE
+from kmp.scaling.rules import NO_SCALE
 from kmp.utils.float_formats import FLOAT32
 
 
