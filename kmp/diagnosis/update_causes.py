@@ -326,21 +326,30 @@ def with_float32_weights(name: str) -> str:
     return f"model = kmp.convert(kmp.to_float32(model), 'mixed_{name}')"
 
 
+def _are_of_all_layers(run: RunMetrics, variables: Sequence[str], name: str) -> bool:
+    """Whether all variables have a 16-bit format by the policies of several layers.
+
+    One that code or one layer chooses for itself is changed there.
+    """
+    if run.settings.get("own_dtype_variables"):
+        return False
+    has_several_layers = len(set(map(run.layer_of, variables))) > 1
+    return has_several_layers and run.settings.get("variable_dtypes") == [name]
+
+
 def _with_float32_weights(
     run: RunMetrics, variables: Sequence[str], number_format: FloatFormat
 ) -> Edits:
     """Returns the edits after which 16-bit variables are float32: all, or those of a layer."""
     name = number_format.name
     is_of_model = not variables or run.settings.get("policy", name) == name
-    with_own_dtype = run.settings.get("own_dtype_variables", [])
-    layers_of_all = set(map(run.layer_of, variables))
-    are_all = run.settings.get("variable_dtypes") == [name] and len(layers_of_all) > 1
     is_mixed = run.settings.get("policy_in_force") == f"mixed_{name}"
-    if is_mixed and (is_of_model or (are_all and not with_own_dtype)):
+    if is_mixed and (is_of_model or _are_of_all_layers(run, variables, name)):
         # The layers keep the policy with which they were created, in another program maybe.
         return (PrepareData(with_float32_weights(name)),)
     if is_of_model:
         return (edits.mixed_policy(name),)
+    with_own_dtype = run.settings.get("own_dtype_variables", [])
     own = [path for path in variables if path in with_own_dtype]
     others = [path for path in variables if path not in with_own_dtype]
     change: list[Edit] = []
