@@ -210,7 +210,7 @@ def draw(figure_file: Path, results_file: Path) -> None:
     for axes in (left, right):
         axes.spines[["top", "right"]].set_visible(False)
     left.spines["left"].set_visible(False)
-    figure.get_layout_engine().set(wspace=0.06)
+    figure.get_layout_engine().set(wspace=0.06, w_pad=0.15, h_pad=0.12)
     figure.savefig(figure_file, dpi=160)
     plt.close(figure)
 
