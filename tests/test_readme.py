@@ -16,6 +16,7 @@ from kmp.scaling import settings
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 ADVICE = (ROOT / "docs" / "advice.md").read_text(encoding="utf-8")
+SPEED = (ROOT / "docs" / "speed.md").read_text(encoding="utf-8")
 FIRST_PAGE = (ROOT / "docs" / "guide.md").read_text(encoding="utf-8")
 GUIDE_PAGES = {
     path.stem: path.read_text(encoding="utf-8")
@@ -58,6 +59,11 @@ def test_figures_in_the_text_are_those_that_were_measured():
     steps = {row["variant"]: np.median(row["seconds_of_a_step"]) for row in results("h200")}
     slower = steps["float32"] / steps["mixed_float16, kmp"]
     assert f"ResNet-50 ran at {slower:.2f} of float32's speed" in README.replace("\n", " ")
+    kernels = re.search(
+        r"\| ResNet-50, 64 .*\n\| \| Keras' \| ([\d,]+) .*\n\| \| kmp's on a GPU \| ([\d,]+) ",
+        SPEED,
+    )
+    assert f"{kernels[2]} kernels instead of Keras' {kernels[1]}" in README
     programs = re.findall(r"Of (\d+) that float16 alone causes, kmp repairs (\d+)", ADVICE)
     (causes, repairs), (held_out, repaired) = np.array(programs, int)
     assert f"Of {causes + held_out} test programs" in README
@@ -162,7 +168,7 @@ def test_page_of_the_guide_starts_with_the_code_to_copy(name):
     assert "```" in page.split("\n## ")[0].split("\n| ")[0]
 
 
-def test_chinese_page_has_the_same_code_tables_and_links():
+def test_chinese_page_has_the_same_code_tables_numbers_and_links():
     def without_comments(text):
         return [
             re.sub(r"\s*#.*", "", block)
@@ -173,11 +179,7 @@ def test_chinese_page_has_the_same_code_tables_and_links():
         return [line.count(" | ") for line in text.splitlines() if line.startswith("|")]
 
     def numbers(text):
-        return [
-            re.findall(r"\d[\d.%]*", line)
-            for line in text.splitlines()
-            if re.match(r"\| .*\d", line)
-        ]
+        return sorted(re.findall(r"\d[\d.,]*\d|\d", re.sub(r"\]\([^)]*\)", "", text)))
 
     chinese = (ROOT / "README.zh-CN.md").read_text(encoding="utf-8")
     assert without_comments(chinese) == without_comments(README)

@@ -239,8 +239,9 @@ def _scales_to_show(curve: WhatIf) -> dict[str, float]:
 def _recommendation(curve: WhatIf) -> str:
     if not curve.recommended:
         return (
-            f"No scale is recommended: none has at most {TOLERATED_UNDERFLOW:.1%} underflow, one"
-            " bit of headroom above the largest gradient, and no overflow in a replay."
+            "No constant scale is recommended: none has at most"
+            f" {TOLERATED_UNDERFLOW:.1%} underflow, one bit of headroom above the largest"
+            " gradient, and no overflow in a replay."
         )
     low, high = curve.recommended
     begin = f"{scale(2.0**low)} to" if curve.is_lowest_known else "at most"

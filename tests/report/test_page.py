@@ -536,7 +536,9 @@ def test_no_scale_is_recommended_for_gradients_that_span_more_than_float16_and_i
     taken = sample_from(10, 16.0, {"m/first/kernel": tiny, "m/last/kernel": large})
     run = Run([{"step": 10, "loss_scale": 16.0}, record_of(taken)], header())
     note = other_scales(RunSummary("first", run)).note
-    assert note.startswith("No scale is recommended: none has at most 0.1% underflow, one bit")
+    assert note.startswith(
+        "No constant scale is recommended: none has at most 0.1% underflow, one bit"
+    )
 
 
 def test_variables_that_underflow_without_overflow_are_listed():
