@@ -117,10 +117,11 @@ def _(cause: WrongOutputs, run: RunMetrics) -> Text:
     replay, origin, name = cause.replay, cause.origin, run.format.name
     where = run.describe(cause.location)
     if origin is None:
-        title = (
-            f"The outputs of the model are not those of float32: {name} has too few bits for an"
-            f" operation outside of its layers, after {where}."
-        )
+        reason = f"{name} has too few bits for an operation outside of its layers, after {where}"
+        index = _rounded_index(replay)
+        if index:  # by the layer that computes or passes on the number
+            reason = f"{run.describe(index.layer)} {_lossy(index)}, after {where}"
+        title = f"The outputs of the model are not those of float32: {reason}."
         detail = "; no layer adds to this"
     else:
         reason, seen = _reason(replay, origin, name)
@@ -193,6 +194,11 @@ def _lossy_operation(replay: Replay, origin: LayerError) -> _Reason | None:
     return (f"it {_lossy(found)}", "; nothing in it is NaN or Inf") if found else None
 
 
+def _rounded_index(replay: Replay) -> LossyOperation | None:
+    lossy = replay.overflow.lossy if replay.overflow else []
+    return next((found for found in lossy if found.kind == "index"), None)
+
+
 # What an operation that loses its result is in words.
 _FUNCTIONS = {
     "Cos": "cosine",
@@ -215,6 +221,8 @@ def _lossy(found: LossyOperation) -> str:
         return f"subtracts {largest} that differ by about {found.typical:.2g}, {kept}"
     if found.kind == "phase":
         return f"takes the {function} of {largest}, {kept}"
+    if found.kind == "index":
+        return f"casts {largest} to integers, {kept}"
     if found.kind == "saturation":
         return (
             f"takes a {function} that is exactly 1 in {dtype}, for {found.share:.0%} of its values"

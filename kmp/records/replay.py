@@ -186,8 +186,9 @@ class LossyOperation:
         operation: TensorFlow's type of the operation, such as `"Sub"`.
         kind: `"cancellation"`: a difference that is small beside its operands. `"phase"`: a
             periodic function of a large number. `"saturation"`: a result that is exactly 1, and
-            not in float32. `"lost_terms"`: a sum that keeps few bits of its small terms.
-        dtype: The dtype of its result.
+            not in float32. `"lost_terms"`: a sum that keeps few bits of its small terms. `"index"`:
+            a cast to integers of numbers between which 16 bits have no others.
+        dtype: The dtype of its result; of a cast, that of the floats.
         largest_input: The largest magnitude among its inputs, of a long sum among the partial sums.
         typical: The root mean square of the results; of a sum, of the small terms.
         share: The share of the results with this loss.
@@ -196,7 +197,7 @@ class LossyOperation:
 
     layer: Text
     operation: Text
-    kind: Literal["cancellation", "phase", "saturation", "lost_terms"]
+    kind: Literal["cancellation", "phase", "saturation", "lost_terms", "index"]
     dtype: Text
     largest_input: Magnitude
     typical: Magnitude

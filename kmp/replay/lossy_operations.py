@@ -20,7 +20,7 @@ _SATURATING = {"Sigmoid": 16.6, "Tanh": 9.0}
 _SMALL_DIFFERENCE = 0.25  # of the operands
 _KNOWN = {*_SUMS, *_PERIODIC, *_SATURATING, *_LONG_SUMS}
 
-Kind = Literal["cancellation", "phase", "saturation", "lost_terms"]
+Kind = Literal["cancellation", "phase", "saturation", "lost_terms", "index"]
 
 
 class LossyOperations:
@@ -41,6 +41,8 @@ class LossyOperations:
 
     def observe(self, operation: str, inputs: Sequence[Any], outputs: Sequence[Any]) -> None:
         """Classifies an operation of the forward pass; see `watching_operations`."""
+        if operation == "Cast":
+            self._observe_cast(inputs, outputs)
         if operation not in _KNOWN:
             return
         results = float_values(outputs)
@@ -49,9 +51,24 @@ class LossyOperations:
         layer = self._marks.layer
         number_format = FORMATS_16_BIT[results[0].dtype]
         for found in _classified(layer, operation, float_values(inputs), results[0], number_format):
-            before = self._worst.get(layer)
-            if before is None or found.error > before.error:
-                self._worst[layer] = found
+            self._add(found)
+
+    def _observe_cast(self, inputs: Sequence[Any], outputs: Sequence[Any]) -> None:
+        floats = float_values(inputs)
+        if not floats or floats[0].dtype not in FORMATS_16_BIT or not outputs[0].dtype.is_integer:
+            return
+        sizes = np.abs(_some_of(floats[0].array))
+        limit = 2.0 ** (FORMATS_16_BIT[floats[0].dtype].fraction_bits + 1)
+        share = float(np.mean(sizes > limit)) if sizes.size else 0.0
+        if share > thresholds.HARMFUL_OUTPUT_ERROR and np.isfinite(sizes).all():
+            largest, typical = float(sizes.max()), _mean_size(sizes)
+            dtype, layer = floats[0].dtype, self._marks.layer
+            self._add(LossyOperation(layer, "Cast", "index", dtype, largest, typical, share, share))
+
+    def _add(self, found: LossyOperation) -> None:
+        before = self._worst.get(found.layer)
+        if before is None or found.error > before.error:
+            self._worst[found.layer] = found
 
 
 def _classified(

@@ -304,6 +304,10 @@ LOSSY = [
         LossyOperation("net/norm", "AddV2", "lost_terms", "float16", 512.0, 0.062, 0.9, 0.9),
         "adds terms of about 0.062 to numbers up to 512, of which float16 keeps 11 bits",
     ),
+    (
+        LossyOperation("net/norm", "Cast", "index", "bfloat16", 1599.0, 800.0, 0.8, 0.8),
+        "casts numbers up to 1599 to integers, of which bfloat16 keeps 8 bits",
+    ),
 ]
 
 

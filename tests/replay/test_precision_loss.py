@@ -101,6 +101,10 @@ def small_terms(x):
     return (ops.ones_like(x) * 512 + x / 16 - 512) * 16
 
 
+def rounded_up(x):
+    return ops.cast(ops.cast(x * 3000 + 7000, "int32") % 7, x.dtype)
+
+
 def total(x):
     steps = ops.repeat(1 + 0.2 * x[..., None], 4096, -1)
     return ops.cumsum(steps, -1)[..., -1] / 4096
@@ -115,6 +119,7 @@ def total(x):
         (doubt, "Sigmoid", "saturation"),
         (small_terms, "AddV2", "lost_terms"),
         (total, "Cumsum", "lost_terms"),
+        (rounded_up, "Cast", "index"),
     ],
 )
 def test_operation_that_loses_most_of_a_lossy_layer_is_classified(function, operation, kind):
