@@ -59,8 +59,8 @@ def nightly(session: nox.Session) -> None:
     run_tests(session)
 
 
-# Without `--ignore-requires-python`, and into `newest`, when TensorFlow 2.22 is released: then
-# `requires-python` in pyproject.toml gets Python 3.14.
+# Into `newest` when TensorFlow 2.22 is released: then `requires-python` gets Python 3.14. Until
+# then pip would install the candidate there, and with it files of both packages of Keras.
 @nox.session(python="3.14")
 def candidate(session: nox.Session) -> None:
     """TensorFlow's release candidate, the first for Python 3.14."""
