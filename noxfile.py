@@ -20,6 +20,13 @@ def run_tests(session: nox.Session) -> None:
     session.run("python", "-m", "pytest", "-n", "2", *session.posargs)
 
 
+def install_keras(session: nox.Session, *arguments: str) -> None:
+    """Leaves one of the packages `keras` and `keras-nightly`, which install the same folder."""
+    both = ("keras", "keras-nightly")
+    session.run_install("python", "-m", "pip", "uninstall", "--yes", *both)
+    session.install("--no-deps", *arguments)
+
+
 @nox.session(python="3.11")  # TensorFlow 2.18 supports Python 3.12 and earlier
 def oldest(session: nox.Session) -> None:
     """The oldest versions that kmp supports."""
@@ -45,19 +52,18 @@ def colab(session: nox.Session) -> None:
 def nightly(session: nox.Session) -> None:
     """The newest TensorFlow with the latest keras-nightly."""
     session.install("-e", PACKAGE)
-    # Both packages install the folder `keras`, so uninstall `keras` and install the nightly last.
-    session.run_install("python", "-m", "pip", "uninstall", "--yes", "keras")
-    session.install("--pre", "--no-deps", "--force-reinstall", "keras-nightly")
+    install_keras(session, "--pre", "keras-nightly")
     session.run(
         "python", "-c", "import keras; assert 'dev' in keras.__version__, keras.__version__"
     )
     run_tests(session)
 
 
-# Without `--ignore-requires-python`, and into `newest`, when TensorFlow 2.22 is released: then
-# `requires-python` in pyproject.toml gets Python 3.14.
+# Into `newest` when TensorFlow 2.22 is released: then `requires-python` gets Python 3.14. Until
+# then pip would install the candidate there, and with it files of both packages of Keras.
 @nox.session(python="3.14")
 def candidate(session: nox.Session) -> None:
     """TensorFlow's release candidate, the first for Python 3.14."""
     session.install("--ignore-requires-python", "-e", PACKAGE, "tensorflow-cpu==2.22.0rc0")
+    install_keras(session, "keras")  # the candidate requires keras-nightly
     run_tests(session)

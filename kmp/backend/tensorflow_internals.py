@@ -249,9 +249,20 @@ def functions_run_eagerly() -> Context[object]:
     """Runs each `tf.function` that this thread calls in the context eagerly.
 
     Other threads run theirs as before, unlike with `tf.config.run_functions_eagerly`. Functions
-    that `tf.vectorized_map` and `tf.map_fn` create for themselves need a graph and are traced.
+    that `tf.vectorized_map`, `tf.map_fn` and single operations of Keras create for themselves need
+    a graph and are traced.
     """
     return _in_this_thread(_state.eager, object())
+
+
+# Modules whose functions need a graph. Keras compiles operations that TensorFlow's own kernels
+# compute wrongly or not at all on a CPU: grouped convolutions, and float16 means from Keras 3.16
+# on. Each call of such an operation traces a function of its own, in which no layer is called.
+_NEEDING_A_GRAPH = (
+    "tensorflow.python.ops.parallel_for",
+    "keras.src.backend.tensorflow.nn",
+    "keras.src.backend.tensorflow.ops",  # Keras 3.16
+)
 
 
 def run_eagerly_patch(original: property) -> property:
@@ -263,7 +274,11 @@ def run_eagerly_patch(original: property) -> property:
         if not _state.eager:
             return read(self)
         module = str(getattr(self.python_function, "__module__", ""))
-        return not module.startswith("tensorflow.python.ops.parallel_for")
+        if not module.startswith(_NEEDING_A_GRAPH):
+            return True
+        # TensorFlow would log that the function of each call is traced.
+        self._omit_frequent_tracing_warning = True
+        return False
 
     return property(_run_functions_eagerly, doc=original.__doc__)
 

@@ -133,6 +133,22 @@ def test_vectorized_map_traces_its_function_also_where_functions_run_eagerly():
     assert squares.numpy().tolist() == [1.0, 4.0]
 
 
+def test_operations_that_keras_compiles_are_compiled_also_where_functions_run_eagerly(caplog):
+    images = tf.ones((1, 5, 5, 4))
+    convolution = keras.layers.Conv2D(2, 3, groups=2, kernel_initializer="ones")
+    with functions_run_eagerly():
+        with tf.GradientTape() as tape:
+            total = tf.reduce_sum(convolution(images))
+        [gradient] = tape.gradient(total, [convolution.kernel.value])
+        # The sum of the elements is too large for float16; Keras' mean is not.
+        mean = keras.ops.mean(keras.ops.full((1000,), 200.0, dtype="float16"))
+        for _ in range(6):  # TensorFlow's limit is 5
+            convolution(images)
+    assert np.array_equal(gradient, np.full((3, 3, 2, 2), 9.0))
+    assert float(mean) == 200.0
+    assert "retracing" not in caplog.text
+
+
 FILES = {contextlib.__file__, *map(str, Path(backend.__file__).parent.glob("*.py"))}
 
 

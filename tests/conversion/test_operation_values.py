@@ -62,12 +62,6 @@ SUMS = {
     "average pooling of steps": (STEPS, layers.AveragePooling1D(4096)),
     "global average pooling": (IMAGE, layers.GlobalAveragePooling2D()),
     "global average pooling of steps": (STEPS, layers.GlobalAveragePooling1D()),
-    "adaptive average pooling": (IMAGE, layers.AdaptiveAveragePooling2D(1)),
-    "adaptive average pooling of steps": (STEPS, layers.AdaptiveAveragePooling1D(2)),
-    "adaptive_average_pool": (
-        STEPS,
-        lambda x: ops.adaptive_average_pool(x, (1,), data_format="channels_last"),
-    ),
     "depthwise convolution": (IMAGE, with_kernel(ops.depthwise_conv, 48, 48, 2, 1)),
     "depthwise convolution layer": (
         partial(values, 0.0, 1.0, (64, 64, 2)),
@@ -122,6 +116,17 @@ SUMS = {
     ),
     "cumulative sum": (STEPS, mean_of(partial(ops.cumsum, axis=1))),
 }
+if hasattr(ops, "adaptive_average_pool"):  # Keras 3.12 does not have it
+    SUMS.update(
+        {
+            "adaptive average pooling": (IMAGE, layers.AdaptiveAveragePooling2D(1)),
+            "adaptive average pooling of steps": (STEPS, layers.AdaptiveAveragePooling1D(2)),
+            "adaptive_average_pool": (
+                STEPS,
+                lambda x: ops.adaptive_average_pool(x, (1,), data_format="channels_last"),
+            ),
+        }
+    )
 
 LOGARITHMS = {
     "log of sigmoid": (LOGITS, lambda x: ops.log(ops.sigmoid(x))),

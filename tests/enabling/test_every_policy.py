@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from conftest import MODES, assert_equal, compiled_model, fit, fit_data, small_data, values
+from packaging.version import Version
 
 import kmp
 from kmp.scaling import DynamicScale, FixedScale
@@ -97,7 +98,13 @@ def test_trains_bit_for_bit_as_the_plain_optimizer(policy, mode):
             model = compiled_model(optimizer, auto_scale_loss=scales, **MODES[mode])
             fit(model, batches=5, shuffle=False)
         trained.append(values([*model.trainable_variables, *optimizer.variables]))
-    assert_equal(*trained)
+    if mode == "xla" and Version(tf.__version__) >= Version("2.22.0rc0"):
+        # XLA rounds a product and a sum once (FMA) if both are in one fusion. From here on, what
+        # selects between an update and no update changes the fusions.
+        for one, other in zip(*trained, strict=True):
+            np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-7)
+    else:
+        assert_equal(*trained)
 
 
 @pytest.mark.parametrize("mode", ["eager", "graph", "xla"])

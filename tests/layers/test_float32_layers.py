@@ -225,7 +225,7 @@ def test_batch_normalization_has_float32_weights_and_output_in_the_compute_dtype
     assert keras.backend.standardize_dtype(output.dtype) == policy.removeprefix("mixed_")
 
 
-# Keras 3.12 does not support `renorm`.
+# Keras 3.13 does not support `renorm`.
 RENORM = {"renorm": True} if hasattr(keras.layers.BatchNormalization(), "renorm") else {}
 
 
