@@ -27,7 +27,7 @@ if importlib.util.find_spec("kmp") is None:
 # Checked with the packages of Colab's images of May and August 2026.
 _FROM_ADDRESS = """\
     # Kaggle: turn on the Internet under Settings. In both, Keras, TensorFlow and NumPy are recent
-    # enough, so pip keeps them.
+    # enough: pip keeps them, and the kernel need not be restarted.
     %pip install -q "kmp[demo] @ git+{address}\""""
 _FROM_CHECKOUT = """\
     raise ModuleNotFoundError(
