@@ -164,7 +164,7 @@ def sequential(*layers, shape=(4,), optimizer="sgd", loss="mse", **arguments):
 
 
 def make_replay(examples, loss_scale, loss, float32_loss, is_finite, is_finite_in_float32, **parts):
-    """Returns a `Replay` from the values of its parts, by the keys of logs before version 0.1.0."""
+    """Returns a `Replay` from the values of its parts, by the keys of the first log version."""
     values = {
         "examples": examples,
         "loss_scale": loss_scale,

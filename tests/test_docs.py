@@ -14,7 +14,6 @@ import kmp
 from kmp_cli import main
 
 DOCS = Path(__file__).parent.parent / "docs"
-README = (DOCS.parent / "README.md").read_text(encoding="utf-8")
 COMING_FROM = (DOCS / "coming-from.md").read_text(encoding="utf-8")
 GUIDE_PAGES = {
     path.stem: path.read_text(encoding="utf-8")
@@ -115,6 +114,12 @@ def test_commands_of_the_guide_run_as_they_are_written(
     assert "dense" in capsys.readouterr().out
 
 
+def small_network(weights, input_shape, classes):
+    convolution = [keras.layers.Conv2D(4, 3, strides=4), keras.layers.BatchNormalization()]
+    head = [keras.layers.GlobalAveragePooling2D(), keras.layers.Dense(classes, "softmax")]
+    return keras.Sequential([keras.Input(input_shape), *convolution, *head])
+
+
 def python_blocks(text):
     return re.findall(r"(?s)```python\n(.*?)```", text)
 
@@ -130,18 +135,38 @@ def test_python_blocks_of_the_guide_run_from_top_to_bottom(
     monkeypatch.setattr(tf.distribute, "MirroredStrategy", lambda: two_replicas)
     # test_readme.py trains with replays, which take most of the time
     monkeypatch.setattr(kmp.callbacks, "defaults", partial(kmp.callbacks.defaults, replay=False))
-    names, blocks = {"__name__": page}, python_blocks(GUIDE_PAGES[page])
-    if page == "convert":  # its first block is the README's, which test_readme.py runs
-        assert blocks[0].removeprefix("import keras, kmp\n\n") in python_blocks(README)
-        network = keras.Sequential([keras.Input((2,)), keras.layers.Dense(2, "softmax")])
-        names |= {"kmp": kmp, "network": network, "audit": kmp.audit(network)}
-        blocks = blocks[1:]
-    for block in blocks:
+    # benchmarks/test_applications.py converts networks of that size
+    monkeypatch.setattr(keras.applications, "MobileNetV3Small", small_network)
+    names = {"__name__": page}
+    for block in python_blocks(GUIDE_PAGES[page]):
         code = block.replace("4096", "64")  # fewer examples, to train in less time
         if not re.search("import (wandb|mlflow)", code):  # mlflow: see callbacks/test_mlflow.py
             exec(compile(code, page, "exec"), names)
     if page == "loops":
         assert [sample.step for sample in kmp.load_run("run").samples] == [11, 14]
+
+
+def test_conversion_of_the_guide_keeps_the_weights(monkeypatch):
+    monkeypatch.setattr(keras.applications, "MobileNetV3Small", small_network)
+    names = {}
+    exec(python_blocks(GUIDE_PAGES["convert"])[0], names)
+    images = np.random.default_rng(0).uniform(0, 255, (2, 64, 64, 3))
+    np.testing.assert_array_equal(names["in_float32"](images), names["network"](images))
+    np.testing.assert_allclose(names["mixed"](images), names["network"](images), atol=1e-2)
+    assert {layer.compute_dtype for layer in names["mixed"].layers} == {"float16", "float32"}
+
+
+def test_loop_of_the_chinese_guide_updates_the_weights(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(kmp.callbacks, "defaults", partial(kmp.callbacks.defaults, replay=False))
+    example, loop, _ = python_blocks(GUIDE_PAGES["guide.zh-CN"])
+    names = {}
+    exec(example, names)
+    exec(loop, names)
+    before = names["model"].get_weights()[0]
+    names["step"](names["x"][:64].astype("float32"), names["y"][:64])
+    assert names["optimizer"].snapshot().step == 1
+    assert np.abs(names["model"].get_weights()[0] - before).max() > 0
 
 
 # One of the errors of the page.

@@ -1,11 +1,12 @@
+import importlib.util
 import inspect
+import json
 import re
 from pathlib import Path
 
 import keras
 import numpy as np
 import pytest
-import tensorflow as tf
 from conftest import sequential, without_replays
 
 import kmp
@@ -14,6 +15,8 @@ from kmp.scaling import settings
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
+ADVICE = (ROOT / "docs" / "advice.md").read_text(encoding="utf-8")
+SPEED = (ROOT / "docs" / "speed.md").read_text(encoding="utf-8")
 FIRST_PAGE = (ROOT / "docs" / "guide.md").read_text(encoding="utf-8")
 GUIDE_PAGES = {
     path.stem: path.read_text(encoding="utf-8")
@@ -32,35 +35,65 @@ def rows_of(heading, text):
     ]
 
 
-def small_network(weights, input_shape, classes):
-    convolution = [keras.layers.Conv2D(4, 3, strides=4), keras.layers.BatchNormalization()]
-    head = [keras.layers.GlobalAveragePooling2D(), keras.layers.Dense(classes, "softmax")]
-    return keras.Sequential([keras.Input(input_shape), *convolution, *head])
-
-
 def test_example_runs_as_it_stands(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    # benchmarks/test_applications.py converts networks of that size
-    monkeypatch.setattr(keras.applications, "MobileNetV3Small", small_network)
-    code, loop, conversion = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
-    random = np.random.default_rng(0)
-    names = {"x": random.normal(size=(64, 64)).astype("float32"), "y": random.integers(0, 10, 64)}
+    [code] = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    names = {}
     exec(code.replace("epochs=5", "epochs=1"), names)
     assert isinstance(names["model"].optimizer, kmp.LossScaleOptimizer)
     assert kmp.load_run("runs/first").series("loss_scale")[0].size
-    names |= {"tf": tf, "loss_function": keras.losses.SparseCategoricalCrossentropy()}
-    exec(loop, names)
-    before = names["model"].get_weights()[0]
-    names["step"](names["x"], names["y"])
-    assert names["optimizer"].snapshot().step == 1
-    assert np.abs(names["model"].get_weights()[0] - before).max() > 0
-    kmp.disable()
-    assert conversion in GUIDE
-    exec(conversion, names)
-    images = random.uniform(0, 255, (2, 64, 64, 3))
-    np.testing.assert_array_equal(names["in_float32"](images), names["network"](images))
-    np.testing.assert_allclose(names["mixed"](images), names["network"](images), atol=1e-2)
-    assert {layer.compute_dtype for layer in names["mixed"].layers} == {"float16", "float32"}
+
+
+def test_figures_in_the_text_are_those_that_were_measured():
+    def results(gpu, **wanted):
+        rows = json.loads((ROOT / "benchmarks" / f"{gpu}.json").read_text())["results"]
+        return [row for row in rows if wanted.items() <= row.items()]
+
+    [speed, memory] = results("h100", case="BERT-base, 32 of 128", variant="mixed_float16, kmp")[:2]
+    assert f"{speed['ratio']:.2f} times as fast in float16" in README
+    assert f"with {memory['ratio']:.2f} of the memory" in README
+    block = {"section": "training", "case": "transformer block, 128 x 64 x 2048"}
+    for variant in ("float16", "bfloat16"):
+        [row] = results("h100", variant=variant, **block)
+        assert f"{row['ratio']:.2f} times" in README
+    steps = {row["variant"]: np.median(row["seconds_of_a_step"]) for row in results("h200")}
+    slower = steps["float32"] / steps["mixed_float16, kmp"]
+    assert f"ResNet-50 ran at {slower:.2f} of float32's speed" in README.replace("\n", " ")
+    kernels = re.search(
+        r"\| ResNet-50, 64 .*\n\| \| Keras' \| ([\d,]+) .*\n\| \| kmp's on a GPU \| ([\d,]+) ",
+        SPEED,
+    )
+    assert f"{kernels[2]} kernels instead of Keras' {kernels[1]}" in README
+    programs = re.findall(r"Of (\d+) that float16 alone causes, kmp repairs (\d+)", ADVICE)
+    (causes, repairs), (held_out, repaired) = np.array(programs, int)
+    assert f"Of {causes + held_out} test programs" in README
+    assert f"kmp repairs {repairs + repaired}; of the {held_out}" in README
+    assert f"no rule was written for, {repaired} (" in README
+
+
+def load_figure():
+    path = ROOT / "docs" / "figures" / "speed_and_repair.py"
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:overflow encountered in cast:RuntimeWarning")  # Keras' run
+@pytest.mark.filterwarnings("ignore:The constant -1e[+]09 in layer:UserWarning")  # the repair
+def test_figure_shows_a_run_that_keras_loses_and_that_repairs_itself(tmp_path):
+    figure = load_figure()
+    results = figure.measure(epochs=2, seeds=1)
+    (tmp_path / "results.json").write_text(json.dumps(results))
+    figure.draw(tmp_path / "figure.png", tmp_path / "results.json")
+    assert (tmp_path / "figure.png").stat().st_size > 20_000
+    float32, keras_run, kmp_run = results["runs"]
+    assert keras_run["updates"] == 0
+    assert kmp_run["repair"] == {"step": 1, "layers": ["digits/attention"]}
+    last = kmp_run["validation_accuracy"][-1]
+    assert last > 2 * keras_run["validation_accuracy"][-1]
+    assert last == pytest.approx(float32["validation_accuracy"][-1], abs=0.1)
 
 
 @pytest.mark.parametrize(
@@ -135,7 +168,7 @@ def test_page_of_the_guide_starts_with_the_code_to_copy(name):
     assert "```" in page.split("\n## ")[0].split("\n| ")[0]
 
 
-def test_chinese_page_has_the_same_code_tables_and_links():
+def test_chinese_page_has_the_same_code_tables_numbers_and_links():
     def without_comments(text):
         return [
             re.sub(r"\s*#.*", "", block)
@@ -146,11 +179,7 @@ def test_chinese_page_has_the_same_code_tables_and_links():
         return [line.count(" | ") for line in text.splitlines() if line.startswith("|")]
 
     def numbers(text):
-        return [
-            re.findall(r"\d[\d.%]*", line)
-            for line in text.splitlines()
-            if re.match(r"\| .*\d", line)
-        ]
+        return sorted(re.findall(r"\d[\d.,]*\d|\d", re.sub(r"\]\([^)]*\)", "", text)))
 
     chinese = (ROOT / "README.zh-CN.md").read_text(encoding="utf-8")
     assert without_comments(chinese) == without_comments(README)
@@ -161,6 +190,23 @@ def test_chinese_page_has_the_same_code_tables_and_links():
         re.findall(r"\]\(([^)#]+)\)", text.replace(".zh-CN", ""))[1:] for text in (chinese, README)
     ]
     assert sorted(links[0]) == sorted(links[1])
+
+
+@pytest.mark.parametrize(
+    ("page", "heading", "chinese_heading"),
+    [
+        ("guide/command-line", "## Demo", "## 工作原理"),
+        ("coming-from", "## Compared with other tools", "## 与其他工具对比"),
+    ],
+)
+def test_chinese_guide_has_the_same_table(page, heading, chinese_heading):
+    english = rows_of(heading, (ROOT / "docs" / f"{page}.md").read_text(encoding="utf-8"))
+    chinese = rows_of(
+        chinese_heading, (ROOT / "docs" / "guide.zh-CN.md").read_text(encoding="utf-8")
+    )
+    assert [len(row) for row in chinese] == [len(row) for row in english]
+    numbers = [re.findall(r"\d[\d.%]*", " ".join(row[1:])) for row in english]
+    assert [re.findall(r"\d[\d.%]*", " ".join(row[1:])) for row in chinese] == numbers
 
 
 def anchor(heading):

@@ -135,9 +135,12 @@ def test_unknown_part_is_an_error_that_lists_the_parts():
     assert set(error.partition("Parts: ")[2].split()) == PARTS
 
 
-def test_citation_has_the_version_of_the_package():
+def test_citation_and_changelog_have_the_version_of_the_package_and_one_date():
     citation = load(ROOT / "CITATION.cff")
-    assert citation["version"] == kmp.__version__
+    changelog = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    version, date = re.search(r"(?m)^## (\d\S*) - (\S+)$", changelog).groups()
+    assert version == citation["version"] == kmp.__version__
+    assert date == citation["date-released"].isoformat()
 
 
 def test_forms_of_issues_have_fields_with_labels_and_a_bug_needs_the_output_of_doctor():

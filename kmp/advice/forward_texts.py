@@ -28,7 +28,9 @@ from kmp.utils.float_formats import FLOAT32
 def _(cause: NonfiniteForward, run: RunMetrics) -> Text:
     found, replay = cause.operation, cause.replay
     in_float32, proof = "all outputs are finite", "the outputs for the batch are finite"
-    if not replay.is_forward_only:
+    if replay.loop and not replay.is_forward_only:
+        proof = "the outputs and gradients for the batch are finite"
+    elif not replay.is_forward_only:
         in_float32 = f"the loss is {replay.float32_loss:.4g}"
         proof = "the same batch has a finite loss and gradients"
     return Text(

@@ -26,9 +26,8 @@ from kmp.utils.float_formats import FLOAT32, FORMATS_16_BIT
 
 @text_of.register
 def _(cause: UnscaledLoss, run: RunMetrics) -> Text:
-    unscaled = cause.replay.unscaled
-    if unscaled and unscaled.change:
-        return _text_of_change(cause.replay, unscaled)
+    if cause.unscaled.change:
+        return _text_of_change(cause.replay, cause.unscaled)
     title, note = _text_of_custom_step(cause, run)
     if run.settings.get("train_step") == "keras":  # which scales its loss
         title, note = _text_of_keras_step(cause, run)
@@ -40,30 +39,43 @@ def _(cause: UnscaledLoss, run: RunMetrics) -> Text:
     )
 
 
-_CLIPPED = (
-    "The training step clips gradients while they are multiplied by the loss scale, and the"
-    " optimizer then divides the clipped ones by it.",
-    "clip what self.optimizer.unscale(gradients) returns, and pass that to self.optimizer.apply; or"
-    " let the optimizer clip, with its clipnorm",
-)
-_DIVIDED = (
-    "The training step divides the gradients by the loss scale, and `apply` divides them again.",
-    "or leave out the division, or let self.optimizer.unscale(gradients) divide: after that `apply`"
-    " does not",
-)
+_CHANGES = {
+    "clipped": (
+        "{step} clips gradients while they are multiplied by the loss scale, and the optimizer then"
+        " divides the clipped ones by it.",
+        "clip what {optimizer}.unscale(gradients) returns, and pass that to {optimizer}.apply; or"
+        " let the optimizer clip, with its clipnorm",
+    ),
+    "divided": (
+        "{step} divides the gradients by the loss scale, and `apply` divides them again.",
+        "or leave out the division, or let {optimizer}.unscale(gradients) divide: after that"
+        " `apply` does not",
+    ),
+    "reduced": (
+        "{step} makes the gradients smaller while they are multiplied by the loss scale, and the"
+        " optimizer then divides them by it.",
+        "change what {optimizer}.unscale(gradients) returns, and pass that to {optimizer}.apply",
+    ),
+}
 
 
 def _text_of_change(replay: Replay, unscaled: UnscaledGradients) -> Text:
-    title, note = _CLIPPED
+    title, note = _CHANGES[unscaled.change]
+    step, optimizer = "The training step", "self.optimizer"
+    evidence = (
+        f"{of_a_batch(replay)}, in float32, the gradients that the optimizer gets do not grow with"
+        " the loss scale, and"
+    )
+    if replay.loop:
+        step, optimizer = "The training loop", "optimizer"
+        evidence = "the gradients that the optimizer gets, divided by the loss scale,"
     times = unscaled.times
     if unscaled.change == "divided":
-        title, note = _DIVIDED
         times = replay.loss_scale  # the passes may have fewer examples, and another factor
     return Text(
-        title,
-        f"{of_a_batch(replay)}, in float32, the gradients that the optimizer gets do not grow with"
-        f" the loss scale, and are {times:,.0f} times too small",
-        note,
+        title.format(step=step),
+        f"{evidence} are {times:,.0f} times too small",
+        note.format(optimizer=optimizer),
     )
 
 
@@ -82,8 +94,7 @@ def _text_of_keras_step(cause: UnscaledLoss, run: RunMetrics) -> tuple[str, str]
 
 def _text_of_custom_step(cause: UnscaledLoss, run: RunMetrics) -> tuple[str, str]:
     note = "add up all losses, and pass the sum to self.optimizer.scale_loss"
-    unscaled = cause.replay.unscaled
-    if unscaled is None or not unscaled.are_all:
+    if not cause.unscaled.are_all:
         return (
             "A part of the loss is not multiplied by the loss scale: the gradients of"
             f" {_named(cause, run)} do not grow with it.",

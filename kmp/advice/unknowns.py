@@ -70,6 +70,13 @@ def _missing_in(run: RunMetrics, comparisons: list[Replay]) -> Iterator[str]:
             f"{unknown}, because only the forward pass could be replayed, without the loss", remedy
         )
         return
+    if any(replay.loop and replay.loop.reads_16_bits for replay in comparisons):
+        yield doubt(
+            "what the loss of the training loop loses, which may be computed from outputs in"
+            f" {run.format.name}",
+            "the last layer with dtype='float32', or its output cast to float32 before anything"
+            f" else; or {FLOAT32_TRAINING}",
+        )
     measured = [replay.comparison for replay in comparisons if replay.comparison]
     if any(comparison.states is None for comparison in measured):
         yield doubt(

@@ -28,10 +28,10 @@ from kmp.replay import (
     StepContext,
     TrainStep,
     failing_part,
+    loop_step,
     reason_of,
     replay_batch,
 )
-from kmp.scaling.rules import NO_SCALE
 from kmp.utils import user_messages
 from kmp.utils.float_formats import FLOAT16, FLOAT32, FloatFormat, computing_format
 
@@ -75,7 +75,7 @@ class BatchReplayer:
         is_custom = not has_keras_step(model)
         run = guard.own_step or functools.partial(type(model).train_step, model)
         self._model = model
-        self._step = TrainStep(run, all_optimizers_of(model), is_custom)
+        self._step = TrainStep(run, all_optimizers_of(model), kind="user" if is_custom else "keras")
         capture = guard.capture
         self.is_new = capture is None or capture.optimizer is not optimizer
         if capture is None or self.is_new:
@@ -239,7 +239,7 @@ class BatchReplayer:
         """Replays the batch of the last replay once more, after a change of the model."""
         if self._replayed is None:
             return {"replay_error": "the batch was not kept"}
-        if self._capture.is_of_loop:
+        if self._capture.loop:
             return {"replay_error": "the functions of a custom training loop are not traced again"}
         self._request(snapshot)
         try:
@@ -287,13 +287,15 @@ class BatchReplayer:
     ) -> Row:
         """Replays a part of a batch. Returns the keys of a record."""
         began, most = time.monotonic(), self._time.most_seconds
+        step = self._step_of(captured)
+        if captured.is_of_loop and not step.is_of_loop:
+            captured = captured.without_gradients()
         parts = self._attempts.parts(captured)
         self._replayed = CapturedBatch(parts[0], *captured[1:])
-        runs_step = self._attempts.runs_step and not self._capture.is_of_loop
         passes = Passes(
             self._model,
             parts[0],
-            self._step if runs_step else replace(self._step, run=None),
+            step,
             variables,
             restored=self._capture.variables,
             deadline=began + most / 2,
@@ -313,6 +315,7 @@ class BatchReplayer:
             failed=failed,
             largest_norms=self._largest_norms,
             compares_formats=self._compares_formats,
+            loop=self._capture.loop,
         )
         try:
             found, reference = replay_batch(replace(passes, deadline=began + most), context)
@@ -333,6 +336,18 @@ class BatchReplayer:
         if reference:
             record["reference"] = reference
         return record
+
+    def _step_of(self, captured: CapturedBatch) -> TrainStep:
+        """Returns the training step to replay for a batch."""
+        forward = replace(self._step, run=None)
+        if not self._attempts.runs_step:
+            return forward
+        if not captured.is_of_loop:
+            return self._step
+        self._attempts.can_run_less = True
+        optimizer, scale = self._capture.optimizer, captured.loss_scale
+        step = loop_step(self._model, optimizer, captured.data, scale, captured.batch_size)
+        return step or forward
 
     def _take_fewer(self, seconds: float) -> None:
         """Replays fewer examples after a replay that took long, and says so once."""
@@ -372,7 +387,7 @@ class BatchReplayer:
         is_often = snapshot.overflows_in_a_row >= _OVERFLOWS_IN_A_ROW or count >= _MANY_OVERFLOWS
         is_often |= snapshot.overflows_at_min_scale > seen.overflows_at_min_scale
         # A scale of 1 has nothing to adapt, so that no overflow is expected.
-        is_often |= self._capture.optimizer.rule == NO_SCALE
+        is_often |= not self._capture.optimizer.rule.scales_loss
         return is_new and is_often and self._attempts.runs_step
 
     def _is_comparison_due(self, snapshot: Snapshot, is_last: bool) -> bool:

@@ -119,8 +119,9 @@ def nonfinite_forward(run: RunMetrics) -> Forward | None:
 
 
 def _is_finite_forward(replay: Replay) -> bool:
-    """Whether only a forward pass was replayed, and was finite: the loss was not."""
-    return replay.is_forward_only and replay.is_finite
+    """Whether what was replayed without the loss was finite: the loss was not."""
+    is_without_loss = replay.is_forward_only or replay.loop is not None
+    return is_without_loss and replay.is_finite
 
 
 def _has_failed(run: RunMetrics, replay: Replay | None) -> bool:

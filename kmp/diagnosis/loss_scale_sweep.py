@@ -150,7 +150,7 @@ def usable_scale(run: Run) -> float:
 
 
 def _usable_in(replay: Replay) -> float:
-    overflows_backward = replay.loss is not None and not replay.is_finite
+    overflows_backward = replay.is_finite_forward and not replay.is_finite
     if overflows_backward and replay.float32_layers:
         return 0.0
     return replay.gradients.usable_scale or math.inf

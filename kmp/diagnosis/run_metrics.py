@@ -65,7 +65,7 @@ class RunMetrics:
             lambda replay: replay.is_finite and not replay.is_forward_only
         )
         self.backward_replay = self._last_replay(
-            lambda replay: not replay.is_finite and replay.loss is not None
+            lambda replay: not replay.is_finite and replay.is_finite_forward
         )
 
     def _read_counts(self, run: Run) -> None:
@@ -121,10 +121,10 @@ class RunMetrics:
         the replay shows.
         """
         if self.nonfinite_losses:
-            failed = self._last_replay(lambda replay: replay.loss is None and not replay.is_finite)
+            failed = self._last_replay(_fails_forward)
             return failed or self._last_replay(lambda replay: replay.loss is None)
         failed = self._last_replay(lambda replay: not replay.is_finite)
-        if failed is None or failed.loss is not None or not self.overflows:
+        if failed is None or failed.is_finite_forward or not self.overflows:
             return None
         return failed
 
@@ -412,6 +412,10 @@ class RunMetrics:
             return "", 0.0
         path = max(recorded, key=recorded.__getitem__)
         return path, recorded[path] / total
+
+
+def _fails_forward(replay: Replay) -> bool:
+    return not replay.is_finite and not replay.is_finite_forward
 
 
 def since_last_fallback(run: Run) -> tuple[dict[str, Any] | None, Run]:

@@ -69,10 +69,19 @@ def are_harmful(
     output_error: float,
     gradient_errors: Sequence[GradientError],
     number_format: FloatFormat = FLOAT16,
+    *,
+    is_of_loop: bool = False,
 ) -> bool:
-    """Whether errors of outputs and gradients are so large that 16 bits hurt the training."""
+    """Whether errors of outputs and gradients are so large that 16 bits hurt the training.
+
+    Gradients of a loop begin with those of the outputs that the loop computed, whatever the outputs
+    of a replay are: they do not notice an error of these.
+    """
+    is_unnoticed = is_of_loop or not gradient_errors
+    if is_unnoticed and output_error > thresholds.HARMFUL_OUTPUT_ERROR_ALONE:
+        return True
     if not gradient_errors:
-        return output_error > thresholds.HARMFUL_OUTPUT_ERROR_ALONE
+        return False
     if any(map(is_harmful_gradient, unconverged(gradient_errors))):
         return True
     largest = max(error.error for error in gradient_errors)
@@ -104,7 +113,8 @@ def is_harmful(replay: Replay, number_format: FloatFormat = FLOAT16) -> bool:
         return True
     if has_few_examples(replay, number_format):
         return False
-    return are_harmful(errors.output_error, errors.gradients, number_format)
+    is_of_loop = replay.loop is not None
+    return are_harmful(errors.output_error, errors.gradients, number_format, is_of_loop=is_of_loop)
 
 
 def has_few_examples(replay: Replay, number_format: FloatFormat) -> bool:

@@ -29,7 +29,6 @@ from kmp.guarding.model_optimizers import optimizers_of
 from kmp.layers.float32_classes import keep_in_float32, selected_classes
 from kmp.layers.fused_normalization import fuse_normalization
 from kmp.optimizer import LossScaleOptimizer
-from kmp.scaling.rules import NO_SCALE
 from kmp.utils import user_messages
 from kmp.utils.float_formats import DTYPES_16_BIT, FLOAT16
 
@@ -111,7 +110,7 @@ def _saved_optimizer(optimizer: Any) -> Any:
     """
     if not isinstance(optimizer, LossScaleOptimizer):
         return optimizer
-    is_plain = optimizer.follows_model and optimizer.rule == NO_SCALE
+    is_plain = optimizer.follows_model and not optimizer.rule.scales_loss
     return optimizer.inner_optimizer if is_plain else optimizer
 
 

@@ -12,7 +12,6 @@ from kmp.guarding.guarded_step import guarded_step_of, has_keras_step
 from kmp.guarding.model_optimizers import all_optimizers_of
 from kmp.layers.float32_rules import SIGMOID, SOFTMAX, Float32Rule, Moment, float32_rule
 from kmp.optimizer import LossScaleOptimizer
-from kmp.scaling.rules import NO_SCALE
 from kmp.utils import user_messages
 from kmp.utils.float_formats import FLOAT16, FLOAT32
 
@@ -125,7 +124,7 @@ def warn_before_training(model: keras.Model) -> None:
 
 def _scales_by_one_unasked(optimizer: keras.optimizers.Optimizer) -> bool:
     """Whether `compile` has seen no layer in float16, and no settings ask for a scale of 1."""
-    if not isinstance(optimizer, LossScaleOptimizer) or optimizer.rule != NO_SCALE:
+    if not isinstance(optimizer, LossScaleOptimizer) or optimizer.rule.scales_loss:
         return False
     settings = current_settings()
     is_asked = settings is not None and settings.settings.get("loss_scale") == 1

@@ -8,7 +8,6 @@ from kmp.enabling.active_settings import current_settings, is_float16_enabled
 from kmp.optimizer import LossScaleOptimizer
 from kmp.optimizer.inner_optimizer import resolve_optimizer
 from kmp.scaling import DynamicScale
-from kmp.scaling.rules import NO_SCALE
 from kmp.scaling.settings import LossScaleSettings, loss_scale_rule, override
 
 
@@ -103,7 +102,7 @@ def _settings_of(optimizer: keras.optimizers.LossScaleOptimizer) -> LossScaleSet
 
 def _needs_another_wrapper(optimizer: LossScaleOptimizer, computes_in_float16: bool) -> bool:
     """Whether an optimizer has trained without a loss scale, which the model needs now."""
-    has_none_unasked = optimizer.follows_model and optimizer.rule == NO_SCALE
+    has_none_unasked = optimizer.follows_model and not optimizer.rule.scales_loss
     return computes_in_float16 and optimizer.built and has_none_unasked
 
 
@@ -126,7 +125,7 @@ def _settings_for(
         return enabled.settings if enabled else LossScaleSettings()
     if optimizer.loss_scale_factor is not None:  # it becomes the fixed scale
         return LossScaleSettings()
-    return LossScaleSettings(loss_scale=NO_SCALE.initial_scale)
+    return LossScaleSettings(loss_scale=1.0)
 
 
 def _wrapped(

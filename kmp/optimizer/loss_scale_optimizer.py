@@ -29,7 +29,7 @@ from kmp.optimizer.replicated_step import can_compile_on_replicas, take_step_on_
 from kmp.optimizer.step import StepArguments, StepState, bounded_scale, take_step
 from kmp.optimizer.step_monitor import StepMonitor
 from kmp.records import Snapshot
-from kmp.scaling.rules import LARGEST_APPLIED_SCALE, LARGEST_SCALE, NO_SCALE
+from kmp.scaling.rules import LARGEST_APPLIED_SCALE, LARGEST_SCALE
 from kmp.scaling.settings import LossScaleSettings, is_dynamic, loss_scale_rule
 from kmp.utils import user_messages, validation
 
@@ -164,7 +164,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         self.jit_compile = jit_compile
         self.counters = Counters()
         self.inner_state = InnerState(inner)
-        self.step_monitor = StepMonitor(requires_scaling=rule != NO_SCALE)
+        self.step_monitor = StepMonitor(requires_scaling=rule.scales_loss)
         self.sampler = GradientSampler(lambda: self.counters.read_counts().step)
         self._compiled_step: Any = None
         if jit_compile:
@@ -188,7 +188,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         interval = getattr(rule, "growth_interval", _DEFAULT.growth_interval)
         initial = rule.initial_scale
         self.__dict__.update(rule=rule, initial_scale=initial, dynamic_growth_steps=interval)
-        self.step_monitor = StepMonitor(requires_scaling=rule != NO_SCALE)
+        self.step_monitor = StepMonitor(requires_scaling=rule.scales_loss)
         self.dynamic_scale.assign(initial)
 
     def _step(self, gradients: Gradients, arguments: StepArguments) -> None:
@@ -198,7 +198,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         """Creates the counters by variable and the inner optimizer's variables."""
         if self.inner_optimizer.built:  # by another model, or by an earlier `compile`
             keras_internals.check_variables_are_known(self.inner_optimizer, var_list)
-        if self.rule == NO_SCALE:
+        if not self.rule.scales_loss:
             # Its variables have the order of a plain optimizer, because that is what is saved.
             self.inner_optimizer.build(var_list)
         self._build(var_list)
@@ -223,6 +223,10 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
     @property
     def loss_scale(self) -> Any:
         """The loss scale that `scale_loss` multiplies by: scalar float32 tensor on the device."""
+        self.step_monitor.has_read_scale = True
+        return self._applied_scale()
+
+    def _applied_scale(self) -> Any:
         return self._bounded_scale(LARGEST_APPLIED_SCALE)
 
     @tf.autograph.experimental.do_not_convert
@@ -240,9 +244,9 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         loss = ops.convert_to_tensor(loss)
         self.step_monitor.record_loss(loss)
         loss = ops.cast(loss, keras.backend.result_type(loss.dtype, "float32"))
-        if self.rule == NO_SCALE:
+        if not self.rule.scales_loss:
             return loss
-        return ops.multiply(loss, ops.cast(self.loss_scale, loss.dtype))
+        return ops.multiply(loss, ops.cast(self._applied_scale(), loss.dtype))
 
     @tf.autograph.experimental.do_not_convert
     def unscale(self, grads: Gradients) -> list[Any]:
@@ -266,7 +270,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         grads = list(grads)
         distribution.check_context("unscale", self.built)
         self.step_monitor.stage.check_scaled()
-        unscaled = multiply_gradients(grads, 1.0 / self.loss_scale)
+        unscaled = multiply_gradients(grads, 1.0 / self._applied_scale())
         if self.built and len(grads) == len(self._trainable_variables):
             # As in the update, the values of float8 scales are not divided.
             for index, variable in enumerate(self._trainable_variables):
@@ -382,10 +386,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         def step() -> Any:
             return self.counters.counts.value[COUNT_INDEX["step"]] + 1
 
-        def scale() -> Any:
-            return self.loss_scale
-
-        self.sampler.sample(in_order, scale, step, arguments.unscaled)
+        self.sampler.sample(in_order, self._applied_scale, step, arguments.unscaled)
 
     @property
     def compiles_step(self) -> bool:
@@ -522,7 +523,8 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
 
     @property
     def _is_saved_as_plain(self) -> bool:
-        return vars(self).get("rule") == NO_SCALE
+        rule = vars(self).get("rule")
+        return rule is not None and not rule.scales_loss
 
     def exclude_from_weight_decay(self, var_list: Any = None, var_names: Any = None) -> None:
         """Excludes variables from the weight decay of the inner optimizer, as there."""

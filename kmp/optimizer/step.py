@@ -17,7 +17,7 @@ from kmp.gradients.unscaling import nonfinite_flags, unscale_for_update
 from kmp.optimizer.counters import Counters
 from kmp.optimizer.inner_optimizer import predicated_writes, supports_predicated_writes
 from kmp.optimizer.step_monitor import StepLosses, StepMonitor
-from kmp.scaling.rules import LARGEST_APPLIED_SCALE, LARGEST_SCALE, NO_SCALE
+from kmp.scaling.rules import LARGEST_APPLIED_SCALE, LARGEST_SCALE
 
 
 @dataclass(frozen=True, eq=False)
@@ -118,7 +118,7 @@ def bounded_scale(
 
 def divisor_of(state: StepState, scale: tf.Tensor, unscaled: bool) -> tf.Tensor | None:
     """Returns what gradients are to be divided by; `None` if by nothing."""
-    if unscaled or state.rule == NO_SCALE:
+    if unscaled or not state.rule.scales_loss:
         return None
     return ops.minimum(scale, LARGEST_APPLIED_SCALE)
 
@@ -192,7 +192,7 @@ def _adapt_and_count(
     before = scaling.ScaleState(agreed.scale, clean_steps, counts.overflows_in_a_row)
     outcome = scaling.StepOutcome(overflowed, agreed.losses.were_finite)
     after = rule.update(before, outcome, xp=ops)
-    if rule != NO_SCALE:
+    if rule.scales_loss:
         state.scale.assign(after.scale)
     state.clean_steps.assign(after.clean_steps)
 

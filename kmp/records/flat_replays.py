@@ -1,4 +1,4 @@
-"""Reads replays of logs from before version 0.1.0, in which all values stood in one object."""
+"""Reads replays of the first version of the log, in which all values stood in one object."""
 
 from collections.abc import Mapping
 from typing import Any

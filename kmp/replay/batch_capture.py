@@ -14,9 +14,11 @@ from kmp.backend import xla
 from kmp.backend.keras_internals import instance_attribute
 from kmp.backend.state_rollback import ResourceVariable, state_of_trace
 from kmp.optimizer import LossScaleOptimizer
+from kmp.records.replay import LoopStep
 from kmp.replay.batch_variables import BatchVariables, Tensors, is_small, variable_specs
 from kmp.replay.capture_branches import NextStepBranch, SameStepBranch, StateBefore
 from kmp.replay.failure_reasons import reason_of
+from kmp.replay.loop_step import LoopData, OutputGradients
 
 MOST_EXAMPLES = 32  # of a replay
 
@@ -25,9 +27,9 @@ class CapturedBatch(NamedTuple):
     """Examples of a training batch.
 
     Attributes:
-        data: What `train_step` got: `x`, or a tuple of `x`, `y` and `sample_weight`; tensors with
-            up to 128 examples, fewer if these are large. All of a ragged batch, such as the nodes
-            and edges of graphs.
+        data: What `train_step` got: `x`, or a tuple of `x`, `y` and `sample_weight`; of a training
+            loop `LoopData`. Tensors with up to 128 examples, fewer if these are large. All of a
+            ragged batch, such as the nodes and edges of graphs.
         batch_size: The number of examples in the training batch.
         step: The number of the optimizer step that the batch was trained in.
         loss_scale: The loss scale of that step.
@@ -41,9 +43,18 @@ class CapturedBatch(NamedTuple):
     was_skipped: bool = False
 
     @property
+    def is_of_loop(self) -> bool:
+        """Whether it is the batch of a training loop."""
+        return isinstance(self.data, LoopData)
+
+    @property
     def examples(self) -> int:
         """The number of examples that were captured."""
         return len(keras.tree.flatten(self.data)[0])
+
+    def without_gradients(self) -> "CapturedBatch":
+        """Returns the batch of a loop with the inputs of the model alone."""
+        return self._replace(data=(self.data.x,))
 
     def parts(self, examples: int) -> list[Any]:
         """Returns the data in parts of at most this many examples; a ragged batch has one part."""
@@ -78,7 +89,7 @@ class BatchCapture:
         variables: TensorFlow's own variables that the traced step uses, which a replay has to
             restore.
         unrestorable: What a replay would change that nobody can restore, or `None`.
-        is_of_loop: Whether the batch is only what a custom training loop calls the model with.
+        loop: What is known of the step of a custom training loop; `None` of a `train_step`.
         failure: Why no batch can be captured, or `None`.
     """
 
@@ -88,7 +99,7 @@ class BatchCapture:
         self.optimizer = optimizer
         self.variables: list[ResourceVariable] = []
         self.unrestorable: str | None = None
-        self.is_of_loop = False
+        self.loop: LoopStep | None = None
         self.failure: str | None = None
         self._model = model
         self._is_custom = is_custom
@@ -132,31 +143,42 @@ class BatchCapture:
         """
         before = self._state()
         yield
-        self.is_of_loop = False
+        self.loop = None
         self._add_branch(data, before)
 
     @contextlib.contextmanager
     def watch_calls(self) -> Iterator[None]:
         """Adds the branch after a part of a custom training loop.
 
-        The batch is the inputs of the model's first call in it.
+        The batch is the inputs of the model's first call in it, with the gradients of its outputs.
         """
         inputs: list[Any] = []
+        watched = OutputGradients()
         call, thread = self._model.call, threading.get_ident()
 
         @functools.wraps(call)
         def recording_call(*args: Any, **kwargs: Any) -> Any:
             is_of_step = threading.get_ident() == thread and kwargs.get("training", True)
-            if args and not inputs and is_of_step:
+            outputs = call(*args, **kwargs)
+            if args and is_of_step:
                 inputs.append(args[0])
-            return call(*args, **kwargs)
+                with self._without_harm():
+                    return watched.watch(outputs)
+            return outputs
 
-        before = self._state()
+        before, monitor = self._state(), self.optimizer.step_monitor
+        monitor.has_read_scale = False
         with instance_attribute(self._model, "call", recording_call):
             yield
-        if inputs and _are_of_this_graph(inputs):
-            self.is_of_loop = True
-            self._add_branch((inputs[0],), before)
+        if inputs and _are_of_this_graph(inputs[0]):
+            self.loop = LoopStep(
+                reads_16_bits=watched.are_read_in_16_bits,
+                applies_unscaled=monitor.has_applied_unscaled,
+                reads_scale=monitor.has_read_scale,
+            )
+            gradients = watched.found()
+            known = gradients if _are_of_this_graph(gradients) else []
+            self._add_branch(LoopData(inputs[0], known), before)
 
     def take_whole(self, rows: int) -> bool:
         """Captures whole batches in the traces of the step that follow.
@@ -168,7 +190,7 @@ class BatchCapture:
             Whether such a batch is small enough.
         """
         specs = [variables.specs for variables in self._structures]
-        if self.is_of_loop or not any(is_small(each, rows) for each in specs):
+        if self.loop or not any(is_small(each, rows) for each in specs):
             return False
         self._whole_rows = rows
         self.forget()

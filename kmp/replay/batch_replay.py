@@ -25,6 +25,7 @@ from kmp.records.replay import (
     GradientRange,
     InvalidTargets,
     LayerSearch,
+    LoopStep,
     Overflow,
     UnscaledGradients,
 )
@@ -67,6 +68,7 @@ class StepContext:
         largest_norms: The largest norm of each layer's gradients in float32, in earlier comparisons
             of the training.
         compares_formats: Whether to pass the batch in the other 16-bit format too.
+        loop: What is known of the step of a training loop; `None` of a `train_step`.
     """
 
     step: int
@@ -77,6 +79,7 @@ class StepContext:
     failed: Failure | None = None
     largest_norms: Mapping[str, float] = field(default_factory=dict)
     compares_formats: bool = False
+    loop: LoopStep | None = None
 
 
 def replay_batch(passes: Passes, context: StepContext) -> tuple[Replay, GradientSample | None]:
@@ -112,7 +115,7 @@ def replay_batch(passes: Passes, context: StepContext) -> tuple[Replay, Gradient
 
 def _fails_as_before(found: Replay, failed: Failure | None) -> bool:
     if failed == "loss":
-        return found.loss is None
+        return not found.is_finite_forward
     return failed is None or not found.is_finite
 
 
@@ -145,7 +148,7 @@ def _fails(passes: Passes, failed: Failure, loss_scale: float, batch_size: int) 
 
 def _share_of_batch(passes: Passes, batch_size: int) -> float:
     """Returns what gradients are multiplied by: those of a sum grow with the batch size."""
-    losses = keras.tree.flatten(passes.model.loss)
+    losses = [] if passes.step.is_of_loop else keras.tree.flatten(passes.model.loss)
     is_sum = any(getattr(loss, "reduction", None) == "sum" for loss in losses)
     return 1.0 if is_sum else passes.examples / batch_size
 
@@ -193,6 +196,7 @@ class _BatchReplay:
             is_finite_in_float32=exact.is_finite,
             # A step that accumulates gradients may not pass them on.
             is_forward_only=all(gradient is None for gradient in exact.gradients.values()),
+            loop=self._loop_step(own),
             batch=batch,
             gradients=gradients,
             unscaled=self._unscaled_in_custom_step(exact),
@@ -254,6 +258,10 @@ class _BatchReplay:
         has_loss = result.knows_loss and math.isfinite(result.loss)
         return result.loss if has_loss else None
 
+    def _loop_step(self, own: PassResult) -> LoopStep | None:
+        loop = self._context.loop
+        return loop and replace(loop, has_finite_outputs=math.isfinite(own.loss))
+
     def _gradient_range(self, own: PassResult, exact: PassResult) -> GradientRange:
         of_activations = {}
         for path, amax in exact.marks.activation_gradients.items():
@@ -293,7 +301,7 @@ class _BatchReplay:
         passes = replace(self._searching, deadline=time.monotonic() + _BFLOAT16_SECONDS)
         try:
             result = passes.in_format(BFLOAT16.name, factor=factor, reference=exact)
-            return _is_sound(result, self._reference(exact), BFLOAT16)
+            return self._is_sound(result, self._reference(exact), BFLOAT16)
         except (TimeoutError, *DTYPE_ERRORS):
             return None
 
@@ -367,7 +375,7 @@ class _BatchReplay:
         passes = self._passes
         # A compiled pass draws other numbers.
         is_random = own.is_random or exact.is_random or own.marks.random_numbers.position > 0
-        if passes.step.is_custom or passes.model.run_eagerly or is_random:
+        if not passes.step.is_of_keras or passes.model.run_eagerly or is_random:
             return found
         error = exact.marks.error_of(passes.compiled_outputs())
         if not soundness.are_harmful(error, []):
@@ -397,7 +405,7 @@ class _BatchReplay:
         lost = [layer_of(each.path) for each in soundness.harmful_states(states)]
         search, watched = find_float32_layers(
             self._searching,
-            lambda result: _is_sound(result, reference, self._format),
+            lambda result: self._is_sound(result, reference, self._format),
             exact,
             computing_choices(self._passes.model),
             factor=max(usable, self._passes.factor),
@@ -436,6 +444,17 @@ class _BatchReplay:
         other = other_format(self._passes, exact, usable, self._share)
         return replace(found, other_format=other)
 
+    def _is_sound(
+        self, result: PassResult, reference: Reference, number_format: FloatFormat
+    ) -> bool:
+        if not result.is_finite:
+            return False
+        compared, is_of_loop = _compared(result, reference), self._passes.step.is_of_loop
+        errors = compared.output_error, compared.gradients
+        if soundness.are_harmful(*errors, number_format, is_of_loop=is_of_loop):
+            return False
+        return not soundness.harmful_states(state_errors(result, reference))
+
     def _reference(self, exact: PassResult) -> Reference:
         return Reference(
             model=self._passes.model,
@@ -463,15 +482,6 @@ def _compared(result: PassResult, reference: Reference) -> Comparison:
     """Returns the errors of outputs and gradients of a pass."""
     gradients = gradient_errors(result, reference)
     return Comparison(result.marks.output_error, gradients=gradients)
-
-
-def _is_sound(result: PassResult, reference: Reference, number_format: FloatFormat) -> bool:
-    if not result.is_finite:
-        return False
-    compared = _compared(result, reference)
-    if soundness.are_harmful(compared.output_error, compared.gradients, number_format):
-        return False
-    return not soundness.harmful_states(state_errors(result, reference))
 
 
 def _usable_scale(exact: PassResult, own: LayerMarks, share: float) -> float | None:

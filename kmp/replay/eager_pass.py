@@ -5,7 +5,7 @@ import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import keras
 import numpy as np
@@ -36,7 +36,6 @@ from kmp.replay.instruments import (
 )
 from kmp.replay.layer_marks import LayerMarks
 from kmp.replay.nonfinite_operations import NonfiniteOperations
-from kmp.scaling.rules import NO_SCALE
 from kmp.utils.float_formats import FLOAT32
 
 
@@ -99,23 +98,34 @@ class TrainStep:
         run: The step: Keras' own or that of the user, without what kmp adds to it. `None` for the
             forward pass of a training step alone. Or the inference, which has no loss.
         optimizers: The optimizers whose updates it computes.
-        is_custom: Whether it is one of the user's own.
+        kind: `"keras"`, `"user"` for one of the user's own, or `"loop"` for that of a training loop
+            with the gradients of the outputs in place of the loss: see `loop_step`.
     """
 
     run: Callable[[Any], Any] | None
     optimizers: Sequence[keras.optimizers.Optimizer]
-    is_custom: bool = False
+    kind: Literal["keras", "user", "loop"] = "keras"
+
+    @property
+    def is_custom(self) -> bool:
+        """Whether it is one of the user's own."""
+        return self.kind == "user"
 
     @property
     def is_of_keras(self) -> bool:
-        """Whether it is that of Keras."""
-        return self.run is not None and not self.is_custom
+        """Whether it is that of Keras, and runs."""
+        return self.run is not None and self.kind == "keras"
+
+    @property
+    def is_of_loop(self) -> bool:
+        """Whether it is that of a training loop."""
+        return self.kind == "loop"
 
     @property
     def scales_loss(self) -> bool:
         """Whether an optimizer needs a scaled loss: not at a scale of 1, as in bfloat16."""
         optimizers = [each for each in self.optimizers if isinstance(each, LossScaleOptimizer)]
-        return not optimizers or any(each.rule != NO_SCALE for each in optimizers)
+        return not optimizers or any(each.rule.scales_loss for each in optimizers)
 
     @property
     def is_of_user(self) -> bool:
@@ -167,6 +177,8 @@ class Passes:
     @property
     def batch(self) -> tuple[Any, ...]:
         """The parts of the batch: `(x,)`, `(x, y)` or `(x, y, sample_weight)`."""
+        if self.step.is_of_loop:
+            return (self.data.x,)
         return self.data if isinstance(self.data, tuple) else (self.data,)
 
     @property
@@ -284,7 +296,7 @@ class Passes:
             raise RuntimeError("the training step does not pass its loss to scale_loss")
         return PassResult(
             loss=self._loss_of(marks, received),
-            knows_loss=bool(received.losses),
+            knows_loss=bool(received.losses) and not step.is_of_loop,
             gradients=self._gradients_of(received),
             marks=marks,
             nonfinite=operations.nonfinite,

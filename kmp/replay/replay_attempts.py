@@ -24,10 +24,11 @@ class ReplayAttempts:
     Args:
         runs_step: Whether the training step can be replayed, not the forward pass alone.
         can_run_less: Whether the forward pass alone may be possible where the step is not: a step
-            of the user's own.
+            of the user's own, or of a loop.
         takes_whole: Whether batches are captured as a whole already.
 
     Attributes:
+        can_run_less: The argument.
         examples: The most examples of a replay.
         runs_step: Whether to replay the training step.
         takes_whole: Whether to replay a batch as a whole.
@@ -42,7 +43,7 @@ class ReplayAttempts:
         self.reason: str | None = None
         self.last_reason: str | None = None
         self._has_step = runs_step
-        self._can_run_less = can_run_less
+        self.can_run_less = can_run_less
         self._failures = 0
 
     def parts(self, captured: CapturedBatch) -> list[Any]:
@@ -77,7 +78,7 @@ class ReplayAttempts:
             captured: The batch.
         """
         self.last_reason = reason_of(error)
-        if self.runs_step and self._can_run_less:
+        if self.runs_step and self.can_run_less:
             self.runs_step = False
             return "same batch"
         self._failures += 1

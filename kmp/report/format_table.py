@@ -1,13 +1,15 @@
 """The table of a run that compares float16 with bfloat16, layer by layer."""
 
 import heapq
+import math
 from collections.abc import Sequence
 
 from kmp.advice.format_errors import FormatErrors, formats_compared
+from kmp.advice.wording import percent
 from kmp.records import Replay
 from kmp.records.replay import LOSS_FUNCTION, Comparison, NonfiniteOperation, Overflow
 from kmp.report.run_summary import RunSummary
-from kmp.report.texts import Row, Table, number, scale, with_omitted
+from kmp.report.texts import Row, Table, scale, with_omitted
 from kmp.utils.float_formats import FLOAT16
 
 _MOST_ROWS = 12
@@ -100,7 +102,10 @@ def _errors_of_gradients(run: RunSummary, each: _Pass) -> dict[str, float]:
 
 
 def _cell(errors: dict[str, float], layer: str) -> str:
-    return number(errors[layer]) if layer in errors else "-"
+    if layer not in errors:
+        return "-"
+    error = errors[layer]
+    return percent(error) if math.isfinite(error) else "NaN or Inf"
 
 
 def _conclusion(run: RunSummary, measured: _Replays) -> str:

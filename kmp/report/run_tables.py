@@ -6,6 +6,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from kmp.advice import WhatIf
 from kmp.advice.wording import skipped
 from kmp.diagnosis.soundness import error_origin, output_limit
+from kmp.diagnosis.thresholds import TOLERATED_UNDERFLOW
 from kmp.records import ExponentHistogram, GradientSample
 from kmp.records.gradient_sample import layer_of
 from kmp.report.run_summary import RunSummary
@@ -237,7 +238,11 @@ def _scales_to_show(curve: WhatIf) -> dict[str, float]:
 
 def _recommendation(curve: WhatIf) -> str:
     if not curve.recommended:
-        return "No scale is recommended."
+        return (
+            "No constant scale is recommended: none has at most"
+            f" {TOLERATED_UNDERFLOW:.1%} underflow, one bit of headroom above the largest"
+            " gradient, and no overflow in a replay."
+        )
     low, high = curve.recommended
     begin = f"{scale(2.0**low)} to" if curve.is_lowest_known else "at most"
     return f"Recommended: {begin} {scale(2.0**high)}."

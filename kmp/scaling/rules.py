@@ -125,6 +125,11 @@ class DynamicScale:
                 f"initial_scale={self.initial_scale!r}, {bounds}"
             )
 
+    @property
+    def scales_loss(self) -> bool:
+        """Whether losses are multiplied and gradients divided: always."""
+        return True
+
     def backs_off(self, state: ScaleState, step: StepOutcome, xp: Any = np) -> Any:
         """Returns a scalar bool, whether a skipped `step` makes the scale back off.
 
@@ -180,6 +185,11 @@ class FixedScale:
     def min_scale(self) -> float:
         """The scale: it cannot back off."""
         return self.initial_scale
+
+    @property
+    def scales_loss(self) -> bool:
+        """Whether losses are multiplied and gradients divided: not at 1."""
+        return self.initial_scale != 1.0
 
     def backs_off(self, state: ScaleState, step: StepOutcome, xp: Any = np) -> Any:
         """Returns a scalar bool, always false."""
@@ -240,7 +250,3 @@ def _backoff_factor(value: Any) -> float:
 
     expected = "a number between 0 and 1, both excluded after rounding to float32"
     return validation.number("backoff_factor", value, expected, accepts)
-
-
-# Of models without float16: nothing is multiplied or divided.
-NO_SCALE = FixedScale(1.0)

@@ -28,6 +28,7 @@ BENCHMARKS = (
         "sampling_cost",
     ),
     "soak",
+    "watching_cost",
 )
 
 

@@ -545,7 +545,7 @@ def test_gradients_that_a_training_step_divides_twice_are_reported_with_the_cure
 
 # Near it float16 has few bits.
 @pytest.mark.parametrize(("is_traced", "offset"), [(False, 0.0), (True, 20000.0)])
-def test_custom_loop_under_guard_is_compared_in_its_forward_pass(is_traced, offset, tmp_path):
+def test_custom_loop_under_guard_is_compared(is_traced, offset, tmp_path):
     optimizer = kmp.wrap(keras.optimizers.SGD(1e-9), loss_scale=64.0)
     lossy = layers.Lambda(lambda x: x + offset, name="lossy")
     model = sequential(
@@ -578,7 +578,7 @@ def test_custom_loop_under_guard_is_compared_in_its_forward_pass(is_traced, offs
     callbacks.on_train_end()
     run = kmp.load_run(tmp_path)
     assert run.comparisons
-    assert all(replay.is_forward_only and replay.examples == 8 for _, replay in run.comparisons)
+    assert all(replay.gradient_errors and replay.examples == 8 for _, replay in run.comparisons)
     assert [is_harmful(replay) for _, replay in run.comparisons] == [bool(offset)] * len(
         run.comparisons
     )
@@ -590,4 +590,5 @@ def test_custom_loop_under_guard_is_compared_in_its_forward_pass(is_traced, offs
             "lossy",
         )
     else:
-        assert (advice.problems, advice.verdict.startswith("It is not known")) == ((), True)
+        assert advice.problems == ()
+        assert "does not hurt this run" in advice.verdict

@@ -223,7 +223,7 @@ def own_model(kind, *layers, **options):
 def replayed(model, loss_scale=1024.0, data=(X, Y)):
     variables = {variable.path: variable for variable in model.trainable_variables}
     step = TrainStep(
-        functools.partial(type(model).train_step, model), all_optimizers_of(model), is_custom=True
+        functools.partial(type(model).train_step, model), all_optimizers_of(model), kind="user"
     )
     data = keras.tree.map_structure(tf.convert_to_tensor, data)
     return replay_batch(Passes(model, data, step, variables), StepContext(1, loss_scale))[0]

@@ -66,9 +66,9 @@ def test_table_has_the_errors_of_the_newest_batch_and_the_line_the_largest_of_al
         "gradients, bfloat16",
     )
     assert table.rows == (
-        ("m", "0.0008", "0.004", "-", "-"),
-        ("m/last", "0.0004", "0.002", "0.003", "0.01"),
-        ("m/first", "0.0002", "0.001", "-", "-"),
+        ("m", "0.08 %", "0.40 %", "-", "-"),
+        ("m/last", "0.04 %", "0.20 %", "0.30 %", "1.00 %"),
+        ("m/first", "0.02 %", "0.10 %", "-", "-"),
     )
     assert table.intro == (
         "In the batches of steps 1 and 96, the outputs differ from float32 by at most 0.10 % in"
@@ -92,8 +92,8 @@ def test_line_names_where_a_bfloat16_model_leaves_the_range_of_float16():
         " 9, MatMul in layer 'last' returns Inf, beyond float16's maximum."
     )
     assert table.rows[:2] == (
-        ("m/last", "NaN or Inf", "0.0025", "-", "0.02"),
-        ("m", "NaN or Inf", "0.005", "-", "-"),
+        ("m/last", "NaN or Inf", "0.25 %", "-", "2.00 %"),
+        ("m", "NaN or Inf", "0.50 %", "-", "-"),
     )
 
 

@@ -530,6 +530,17 @@ def test_skipped_steps_and_origins_are_counted_since_training_began_also_after_a
     assert scales.note.count("In the run itself, 60 of 300 steps were skipped.") == 1
 
 
+def test_no_scale_is_recommended_for_gradients_that_span_more_than_float16_and_it_says_why():
+    tiny = {"first": -80, "counts": [500], "amax": 2.0**-79}
+    large = {"first": 0, "counts": [500], "amax": 2.0}
+    taken = sample_from(10, 16.0, {"m/first/kernel": tiny, "m/last/kernel": large})
+    run = Run([{"step": 10, "loss_scale": 16.0}, record_of(taken)], header())
+    note = other_scales(RunSummary("first", run)).note
+    assert note.startswith(
+        "No constant scale is recommended: none has at most 0.1% underflow, one bit"
+    )
+
+
 def test_variables_that_underflow_without_overflow_are_listed():
     table = overflow_and_underflow(RunSummary("first", make_run()))
     assert table.rows == (

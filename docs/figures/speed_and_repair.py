@@ -1,0 +1,229 @@
+"""Draws the figure of the README: speed on a GPU, and a run that repaired itself.
+
+    python docs/figures/speed_and_repair.py          # trains, about two minutes on two CPU cores
+    python docs/figures/speed_and_repair.py --draw   # draws the saved numbers again
+
+Needs the extra `demo`. The speed is read from benchmarks/h100.json. The trainings are those of a
+network of notebook 7 in three precisions; their numbers are in speed_and_repair.json.
+"""
+
+import argparse
+import datetime
+import json
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+# Its float16 is many times slower on newer CPUs.
+os.environ.setdefault("TF_ENABLE_ONEDNN_OPTS", "0")
+
+import keras
+import matplotlib.pyplot as plt
+import numpy as np
+from keras import ops
+from matplotlib.axes import Axes
+
+import kmp
+from kmp.bench import header
+from kmp.plots.style import DARK, LIGHT, MIDDLE
+
+FIGURE = Path(__file__).with_suffix(".png")
+RESULTS = Path(__file__).with_suffix(".json")
+GPU = Path(__file__).parents[2] / "benchmarks" / "h100.json"
+PRECISIONS = ("float32", "float16 in Keras", "float16 with kmp")
+COLORS = {"float32": "0.6", "float16": DARK, "bfloat16": LIGHT}
+EPOCHS = 10
+SEEDS = 3
+
+
+class ColumnAttention(keras.layers.Layer):
+    """Attends to the columns of an image that are not blank.
+
+    The constant of the mask is infinite in float16, and 0 times infinity is NaN.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.query = keras.layers.Dense(8)
+        self.key = keras.layers.Dense(8)
+
+    def call(self, columns: Any) -> Any:
+        scores = self.query(columns) @ ops.transpose(self.key(columns), (0, 2, 1))
+        is_blank = ops.cast(ops.all(columns == 0, axis=-1), scores.dtype)
+        return ops.softmax(scores + is_blank[:, None] * -1e9) @ columns
+
+
+def build() -> keras.Model:
+    """Returns the same network in each precision: the dtype policy is what differs."""
+    model = keras.Sequential(
+        [
+            keras.Input((8, 8)),
+            ColumnAttention(name="attention"),
+            keras.layers.Flatten(),
+            keras.layers.Dense(64, activation="relu", name="hidden"),
+            keras.layers.Dense(10, activation="softmax", dtype="float32", name="digit"),
+        ],
+        name="digits",
+    )
+    # On a GPU, XLA may keep more bits between operations, which would hide the fault.
+    model.compile(
+        keras.optimizers.Adam(3e-3),
+        "sparse_categorical_crossentropy",
+        metrics=["accuracy"],
+        jit_compile=False,
+    )
+    return model
+
+
+def train(precision: str, seed: int, epochs: int, folder: Path) -> dict[str, Any]:
+    """Returns the validation accuracy before the training and after each epoch.
+
+    Also how many steps updated the weights, and with kmp the first repair: its step and layers.
+    """
+    from sklearn.datasets import load_digits
+
+    images, labels = load_digits(return_X_y=True)
+    images = images.reshape(-1, 8, 8).transpose(0, 2, 1).astype("float32") / 16
+    order = np.random.default_rng(0).permutation(len(labels))
+    is_for_training = order[: len(labels) * 4 // 5]
+    is_for_validation = order[len(labels) * 4 // 5 :]
+    validation = images[is_for_validation], labels[is_for_validation]
+
+    keras.config.set_dtype_policy("mixed_float16" if "Keras" in precision else "float32")
+    callbacks = []
+    if "kmp" in precision:
+        kmp.enable()
+        callbacks = kmp.callbacks.defaults(folder)
+    keras.utils.set_random_seed(seed)
+    model = build()
+    before = model.evaluate(*validation, verbose=0)[1]
+    history = model.fit(
+        images[is_for_training],
+        labels[is_for_training],
+        validation_data=validation,
+        epochs=epochs,
+        verbose=0,
+        callbacks=callbacks,
+    )
+    accuracies = [before, *history.history["val_accuracy"]]
+    optimizer = getattr(model.optimizer, "inner_optimizer", model.optimizer)
+    result = {
+        "precision": precision,
+        "seed": seed,
+        "steps_of_an_epoch": history.params["steps"],
+        "updates": int(optimizer.iterations),
+        "validation_accuracy": [round(accuracy, 4) for accuracy in accuracies],
+    }
+    if "kmp" in precision:
+        repair = next(row for row in kmp.load_run(folder).rows if "fallback" in row)
+        result["repair"] = {"step": repair["step"], "layers": repair["fallback"]}
+        kmp.disable()
+    keras.config.set_dtype_policy("float32")
+    return result
+
+
+def measure(epochs: int, seeds: int) -> dict[str, Any]:
+    """Trains in each precision with each seed."""
+    runs = []
+    with tempfile.TemporaryDirectory() as folder:
+        for precision in PRECISIONS:
+            for seed in range(seeds):
+                runs.append(train(precision, seed, epochs, Path(folder, f"{precision}-{seed}")))
+                print(precision, seed, runs[-1]["validation_accuracy"][-1])
+    return {"date": datetime.date.today().isoformat(), **header(), "runs": runs}
+
+
+def draw_speed(axes: Axes, results: list[dict[str, Any]]) -> None:
+    """Draws a group of bars for each quantity, one bar for each precision, relative to float32."""
+    groups = {
+        "BERT-base,\nspeed": ("network throughput", "BERT-base, 32 of 128"),
+        "transformer block,\nspeed": ("training", "transformer block, 128 x 64 x 2048"),
+        "BERT-base,\nmemory": ("network memory", "BERT-base, 32 of 128"),
+    }
+    x, centers = 0.0, []
+    for section, case in groups.values():
+        rows = [row for row in results if (row["section"], row["case"]) == (section, case)]
+        rows = [row for row in rows if row["variant"] != "float32 without TF32"]
+        centers.append(x + (len(rows) - 1) / 2)
+        for row in rows:
+            precision = row["variant"].removeprefix("mixed_").removesuffix(", kmp")
+            ratio = row["ratio"] or 1.0
+            axes.bar(x, ratio, width=0.92, color=COLORS[precision])
+            text = "1" if precision == "float32" else f"{ratio:.2f} \u00d7"
+            axes.text(x, ratio + 0.02, text, ha="center", va="bottom", fontsize="small")
+            x += 1.0
+        x += 0.9
+    for precision, color in COLORS.items():
+        axes.bar(0, 0, color=color, label=precision)
+    axes.set_xticks(centers, groups)
+    axes.tick_params(axis="x", length=0)
+    axes.set_yticks([])
+    axes.set_ylim(0, 2.2)
+    axes.legend(loc="upper left", ncols=3, frameon=False, columnspacing=1.2, handlelength=1)
+    axes.set_title("Training on an H100, relative to float32", loc="left", weight="bold")
+
+
+def draw_repair(axes: Axes, runs: list[dict[str, Any]]) -> None:
+    """Draws the validation accuracy by epoch, a line for each seed, and marks the repair."""
+    styles = {
+        "float32": {"color": "0.45", "linestyle": (0, (4, 2)), "zorder": 3},
+        "float16 with kmp": {"color": DARK, "linewidth": 2.5},
+        "float16 in Keras": {"color": MIDDLE, "linewidth": 2.5},
+    }
+    for precision, style in styles.items():
+        for run in runs:
+            if run["precision"] == precision:
+                label = precision if run["seed"] == 0 else None
+                axes.plot(100 * np.array(run["validation_accuracy"]), label=label, **style)
+    repaired = next(run for run in runs if "repair" in run)
+    repair, start = repaired["repair"], 100 * repaired["validation_accuracy"][0]
+    epoch = repair["step"] / repaired["steps_of_an_epoch"]
+    axes.plot(epoch, start, "o", color=DARK, markersize=9, zorder=4, clip_on=False)
+    layer = repair["layers"][0].partition("/")[2]
+    axes.annotate(
+        f"step {repair['step']}: kmp sets the layer\n'{layer}' to float32, trains on",
+        (epoch, start),
+        (1.7, 41),
+        color=DARK,
+        va="center",
+        arrowprops={"arrowstyle": "->", "color": DARK, "shrinkB": 6},
+    )
+    if not any(run["updates"] for run in runs if run["precision"] == "float16 in Keras"):
+        every_step = "the loss is NaN, every step is skipped"
+        axes.text(EPOCHS, 15, every_step, color=MIDDLE, ha="right", va="bottom")
+    axes.legend(loc="center right", bbox_to_anchor=(1, 0.6), frameon=False)
+    axes.set_xlabel("epoch")
+    axes.set_yticks([0, 50, 100], ["0", "50 %", "100 %"])
+    axes.set_ylim(0, 105)
+    axes.set_xlim(-0.15, EPOCHS + 0.1)
+    axes.set_title("Accuracy of a network that float16 breaks", loc="left", weight="bold")
+
+
+def draw(figure_file: Path, results_file: Path) -> None:
+    """Draws both panels, to be read at a width of 800 pixels."""
+    plt.rcParams.update({"font.size": 11.5, "axes.titlesize": 13})
+    figure, (left, right) = plt.subplots(1, 2, figsize=(10.5, 4), layout="constrained")
+    draw_speed(left, json.loads(GPU.read_text(encoding="utf-8"))["results"])
+    draw_repair(right, json.loads(results_file.read_text(encoding="utf-8"))["runs"])
+    for axes in (left, right):
+        axes.spines[["top", "right"]].set_visible(False)
+    left.spines["left"].set_visible(False)
+    figure.get_layout_engine().set(wspace=0.06, w_pad=0.15, h_pad=0.12)
+    figure.savefig(figure_file, dpi=160)
+    plt.close(figure)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Trains unless told otherwise, and draws."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--draw", action="store_true", help="draw the saved numbers")
+    if not parser.parse_args(arguments).draw:
+        results = json.dumps(measure(EPOCHS, SEEDS), indent=1)
+        RESULTS.write_text(results + "\n", encoding="utf-8")
+    draw(FIGURE, RESULTS)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,194 @@
+"""What callbacks find in a custom training loop, from the gradients of the model's outputs."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from conftest import values
+from keras import layers
+
+import kmp
+
+pytestmark = pytest.mark.usefixtures("enabled")
+RANDOM = np.random.default_rng(0)
+X = RANDOM.normal(size=(40, 4)).astype("float32")
+Y = RANDOM.integers(0, 3, 40)
+
+
+class Loop:
+    """A training loop with a cross-entropy.
+
+    Args:
+        change: What it does to the gradients of the scaled loss, given the optimizer.
+        loss_of: The loss of the labels and the outputs; `None` for a cross-entropy.
+        calls: How often the model is called in a step.
+        units: The width of the hidden layer.
+        inner: The optimizer.
+        settings: Of the loss scale.
+    """
+
+    def __init__(
+        self,
+        change=lambda optimizer, gradients: gradients,
+        loss_of=None,
+        calls=1,
+        units=8,
+        inner="sgd",
+        **settings,
+    ):
+        keras.utils.set_random_seed(0)
+        hidden = layers.Dense(units, "relu", name="hidden")
+        self.model = keras.Sequential([keras.Input((4,)), hidden, layers.Dense(3, name="logits")])
+        self.optimizer = kmp.wrap(inner, **settings)
+        self.model.compile(optimizer=self.optimizer)
+        self.loss_of = loss_of or keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        self.change, self.calls = change, calls
+
+    def step(self, x, y):
+        model, optimizer = self.model, self.optimizer
+        with kmp.guard(optimizer, model):
+            with tf.GradientTape() as tape:
+                losses = [self.loss_of(y, model(x, training=True)) for _ in range(self.calls)]
+                scaled_loss = optimizer.scale_loss(tf.add_n(losses))
+            gradients = tape.gradient(scaled_loss, model.trainable_variables)
+            optimizer.apply(self.change(optimizer, gradients), model.trainable_variables)
+
+    def train(self, steps=12, mode="graph", callbacks=None, **options):
+        """Trains on batches of 40 examples, and returns the run."""
+        step = self.step
+        if mode != "eager":
+            step = tf.function(step, autograph=False, jit_compile=mode == "XLA")
+        options = {"repair": False, "on_stuck": "ignore", "every_n_steps": 2} | options
+        own = kmp.callbacks.defaults(**options) if callbacks is None else callbacks
+        every = keras.callbacks.CallbackList(own, model=self.model)
+        every.on_train_begin()
+        every.on_epoch_begin(0)
+        for index in range(steps):
+            every.on_train_batch_begin(index)
+            step(tf.constant(X), tf.constant(Y))
+            every.on_train_batch_end(index)
+        every.on_epoch_end(0)
+        every.on_train_end()
+        return own[0].run if own else None
+
+
+def divided(optimizer, gradients):
+    return [each / optimizer.loss_scale for each in gradients]
+
+
+def clipped(optimizer, gradients):
+    return tf.clip_by_global_norm(gradients, 1.0)[0]
+
+
+def clipped_by_value(optimizer, gradients):
+    return [tf.clip_by_value(each, -1.0, 1.0) for each in gradients]
+
+
+def clipped_in_turn(optimizer, gradients):
+    return tf.clip_by_global_norm(optimizer.unscale(gradients), 1e-4)[0]
+
+
+def averaged(optimizer, gradients):
+    return [each / 4.0 for each in gradients]
+
+
+@pytest.mark.parametrize("mode", ["graph", "XLA"])
+def test_gradients_of_a_loop_are_compared_with_those_of_float32(mode):
+    run = Loop().train(mode=mode)
+    (step, first), *_ = run.comparisons
+    assert (step, first.examples, first.is_forward_only, first.loss) == (1, 32, False, None)
+    layers_of = {each.layer.rpartition("/")[2] for each in first.gradient_errors}
+    assert layers_of == {"hidden", "logits"}
+    assert max(each.error for each in first.gradient_errors) < 0.01
+    # An estimate for the whole batch, from a part of it.
+    (reference, *_), (sample, *_) = run.references, run.samples
+    np.testing.assert_allclose(reference.total_norm, sample.total_norm, rtol=0.5)
+    assert kmp.advise(run).verdict.startswith("float16 does not hurt this run: ")
+
+
+def test_loss_of_a_loop_that_may_be_in_16_bits_is_not_known():
+    def loss_of(y, outputs):
+        return tf.cast(tf.reduce_mean(tf.square(outputs)), tf.float32)
+
+    for loop, mode in [(Loop(loss_of=loss_of), "graph"), (Loop(), "eager")]:
+        run = loop.train(mode=mode)
+        assert all(replay.loop.reads_16_bits for _, replay in run.comparisons)
+        advice = kmp.advise(run)
+        assert advice.problems == ()
+        unknown = "Not measured: what the loss of the training loop loses, which may be computed"
+        assert unknown in advice.verdict, advice.verdict
+
+
+@pytest.mark.parametrize(
+    ("change", "mode", "inner", "found"),
+    [
+        (divided, "graph", "sgd", "divides the gradients by the loss scale, and `apply` divides"),
+        (divided, "eager", "adam", "divides the gradients by the loss scale, and `apply` divides"),
+        (clipped, "graph", "adam", "clips gradients while they are multiplied by the loss scale"),
+        (clipped_by_value, "XLA", "sgd", "clips gradients while they are multiplied"),
+    ],
+)
+def test_scaled_gradients_that_a_loop_makes_smaller_are_a_problem(change, mode, inner, found):
+    run = Loop(change, inner=inner).train(mode=mode)
+    (problem,) = kmp.advise(run).problems
+    assert (problem.cause, problem.location) == ("unscaled_loss", "")
+    assert problem.title.startswith(f"The training loop {found}"), problem.title
+    assert ("optimizer.apply(unscaled=True)" in problem.change) == (change is divided)
+    if change is divided:
+        assert "are 32,768 times too small" in problem.evidence
+
+
+@pytest.mark.parametrize("change", [clipped_in_turn, averaged])
+def test_gradients_that_a_loop_may_change_are_no_problem(change):
+    run = Loop(change).train()
+    assert run.comparisons
+    assert kmp.advise(run).problems == ()
+
+
+def test_a_step_with_two_calls_is_compared_in_its_forward_pass():
+    run = Loop(calls=2).train()
+    assert run.comparisons
+    assert all(replay.is_forward_only for _, replay in run.comparisons)
+    assert run.last("replay_error") is None
+
+
+def test_a_step_whose_loss_is_not_finite_is_replayed_in_its_forward_pass():
+    run = Loop(loss_of=lambda y, outputs: tf.reduce_sum(tf.cast(outputs, "float32")) * np.inf)
+    run = run.train()
+    assert run.replays
+    assert all(each.is_forward_only and each.is_finite for _, each in run.replays)
+
+
+def test_gradients_that_overflow_in_a_loop_are_those_of_the_backward_pass():
+    loop = Loop(loss_scale=2.0**20)
+    loop.model.layers[-1].kernel.assign(200.0 * loop.model.layers[-1].kernel)
+    run = loop.train()
+    _, replay = run.replays[-1]
+    assert (replay.is_finite_forward, replay.is_finite, replay.is_finite_in_float32) == (
+        True,
+        False,
+        True,
+    )
+    assert kmp.advise(run)[0].cause == "scale_too_large"
+
+
+@pytest.mark.parametrize("mode", ["eager", "graph", "XLA"])
+def test_watching_the_outputs_changes_no_bit_of_a_training(mode):
+    weights = []
+    for callbacks in (None, []):
+        loop = Loop(inner="adam")
+        loop.train(mode=mode, callbacks=callbacks)
+        weights.append(values(loop.model.variables))
+    for watched, alone in zip(*weights, strict=True):
+        np.testing.assert_array_equal(watched, alone)
+
+
+def test_large_outputs_are_not_kept():
+    keras.utils.set_random_seed(0)
+    loop = Loop()
+    wide = keras.Sequential([keras.Input((4,)), layers.Dense(2**18, name="wide")])
+    wide.compile(optimizer=loop.optimizer)
+    loop.model = wide
+    run = loop.train(steps=2)
+    assert run.comparisons
+    assert all(replay.is_forward_only for _, replay in run.comparisons)
