@@ -68,7 +68,7 @@ def test_reference_has_every_public_name_and_no_private_one(site):
 
 
 def test_pages_of_the_repository_and_notebooks_with_their_outputs_are_in_the_site(site):
-    assert "kmp doctor" in (site / "index.html").read_text(encoding="utf-8")
+    assert "trains Keras 3 models" in (site / "index.html").read_text(encoding="utf-8")
     assert "loss scale" in (site / "changelog" / "index.html").read_text(encoding="utf-8")
     notebooks = sorted(path.parent.name for path in site.glob("notebooks/*/index.html"))
     assert notebooks == [path.stem for path in sorted((ROOT / "notebooks").glob("*.ipynb"))]

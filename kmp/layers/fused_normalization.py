@@ -70,8 +70,8 @@ def batch_normalization(
     Updates the same moving statistics.
     """
     channels = _channels(inputs, layer.axis) if _is_supported(layer, inputs) else None
-    renorm = getattr(layer, "renorm", False)  # Keras 3.13 does not have it
-    if channels is None or mask is not None or renorm or layer.synchronized:
+    has_renorm = getattr(layer, "renorm", False)  # Keras has it starting with 3.14
+    if channels is None or mask is not None or has_renorm or layer.synchronized:
         return keras.layers.BatchNormalization.call(layer, inputs, training=training, mask=mask)
 
     shape = layer.moving_mean.shape

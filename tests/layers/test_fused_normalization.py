@@ -13,6 +13,9 @@ from kmp.layers.fused_normalization import fuse_normalization, unfuse_normalizat
 # two roundings.
 TOLERANCE = {"float32": 3e-5, "mixed_float16": 2e-3, "mixed_bfloat16": 1.6e-2}
 POLICIES = list(TOLERANCE)
+NEEDS_RENORM = pytest.mark.skipif(
+    not hasattr(layers.BatchNormalization(), "renorm"), reason="Keras has it starting with 3.14"
+)
 
 BATCH_CASES = [
     ({"axis": -1}, (8, 6)),
@@ -144,13 +147,7 @@ def test_kernel_reads_and_writes_16_bits_and_is_used_outside_of_xla_only():
 @pytest.mark.parametrize(
     ("arguments", "shape", "options"),
     [
-        pytest.param(
-            *({"renorm": True}, (4, 5, 6), {}),
-            marks=pytest.mark.skipif(
-                not hasattr(layers.BatchNormalization(), "renorm"),
-                reason="Keras 3.13 has no `renorm`",
-            ),
-        ),
+        pytest.param({"renorm": True}, (4, 5, 6), {}, marks=NEEDS_RENORM),
         ({"synchronized": True}, (4, 5, 6), {}),
         ({"axis": 2}, (4, 5, 3, 6), {}),
         ({}, (4, 5, 6), {"mask": np.ones((4, 5), bool)}),
