@@ -109,8 +109,9 @@ def _print_tables(results: Results) -> None:
     plain = plain_scores()
     print()
     print(table_of([results], plain))
-    print()
-    print(alarms_table_of([results]))
+    if not HEALTHY.keys().isdisjoint(results.outcomes):
+        print()
+        print(alarms_table_of([results]))
     if results.tool == "kmp":
         print()
         print(warning_of(results.outcomes, plain))

@@ -96,9 +96,9 @@ def _sound_in_keras(plain: PlainScores) -> str:
     return (
         f"Without a tool, Keras reaches a sound score in {len(sound)} programs with a fault:"
         f" {names}. Keras skips a step only if a gradient is NaN or Inf. The gradients of a loss"
-        " that is Inf can be finite, and a rounding that only some batches show costs some steps."
-        " kmp skips the steps whose loss is not finite, so without a change or a repair these"
-        " programs are stuck under kmp. They do not count as repaired."
+        " that is Inf can be finite, and `fault_rounding_siamese` is sound after a few steps. kmp"
+        " skips the steps whose loss is not finite, so without a change or a repair these programs"
+        " are stuck under kmp. They do not count as repaired."
     )
 
 
