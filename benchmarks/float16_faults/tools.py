@@ -50,9 +50,9 @@ class CheckNumerics(Tool):
         message = str(error)
         report = re.search(r"!!! Detected.*?(?=\n\s*Stack trace)", message, re.DOTALL)
         if report is None:
-            # Errors of TensorFlow are about the program. Others are its own: it fails on some
-            # constants in bfloat16.
-            return not isinstance(error, tf.errors.OpError)
+            # Other errors are its own, and say nothing about the program: XLA does not know its
+            # operation, and NumPy fails on some constants in bfloat16.
+            return isinstance(error, Exception)
         # The list of frames between the report and the node has the lines of the whole program.
         node = re.search(r"\{\{node [^}]*\}\}", message)
         self.found = [Finding(f"{report[0]} {node[0] if node else ''}")]
