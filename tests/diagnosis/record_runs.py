@@ -1,40 +1,37 @@
-"""Records the runs in `recorded` again, from the programs in `tests/advice/faults`.
+"""Records the runs in `recorded` again, from programs in `benchmarks/float16_faults`.
 
-Run with `PYTHONPATH=tests/advice/faults python tests/diagnosis/record_runs.py`, from the root, and
-with the names of the programs if not all are wanted.
+Run with `PYTHONPATH=benchmarks python tests/diagnosis/record_runs.py`, from the root, and with the
+names of the programs if not all are wanted.
 """
 
+import contextlib
 import lzma
 import sys
 import tempfile
 import warnings
 from pathlib import Path
 
-from cases import CASES, HEALTHY
-from recorded_runs import FOLDER, NO_REPAIR, REPAIR, SUFFIX
-from recorded_runs import HEALTHY as WITHOUT_FAULT
-from running import edited, run_program, source_of
+from float16_faults.running import source_of, train
+from float16_faults.truth import FLOAT16
+from recorded_runs import FOLDER, HEALTHY, NO_REPAIR, REPAIR, SUFFIX, recorded_healthy
 
-from kmp.advice import SetArguments
+import kmp
 from kmp.records.run import log_file
-
-_WITHOUT_REPAIR = SetArguments("kmp.callbacks.defaults", {"repair": "False"})
 
 
 def main(programs: list[str]) -> None:
     """Runs programs and stores their logs."""
     warnings.simplefilter("ignore")  # of the faults
-    for program in programs or [*HEALTHY, *CASES]:
-        if program in HEALTHY:
-            _store(program + WITHOUT_FAULT, _log_of(program, source_of(program)))
-        else:
+    for program in programs or [*recorded_healthy(), *FLOAT16]:
+        if program in FLOAT16:
             _record_fault(program)
+        else:
+            _store(program + HEALTHY, _log_of(program, repair=True))
 
 
 def _record_fault(program: str) -> None:
-    source = source_of(program)
-    repairing = _log_of(program, source)
-    unrepaired = _log_of(program, edited(source, [_WITHOUT_REPAIR]))
+    repairing = _log_of(program, repair=True)
+    unrepaired = _log_of(program, repair=False)
     _store(program + REPAIR, repairing)
     if _records(unrepaired) == _records(repairing):
         _file(program + NO_REPAIR).unlink(missing_ok=True)
@@ -42,10 +39,12 @@ def _record_fault(program: str) -> None:
         _store(program + NO_REPAIR, unrepaired)
 
 
-def _log_of(program: str, source: str) -> bytes:
+def _log_of(program: str, repair: bool) -> bytes:
     with tempfile.TemporaryDirectory() as folder:
-        place = Path(folder, "program")
-        run_program(program, place, source)
+        place = Path(folder)
+        callbacks = kmp.callbacks.defaults(str(place / "run"), repair=repair)
+        with contextlib.suppress(kmp.callbacks.StuckError):
+            train(program, source_of(program), place, callbacks)
         return log_file(place / "run").read_bytes()
 
 

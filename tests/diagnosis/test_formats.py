@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import msgspec
 import pytest
-from cases import CASES
+from float16_faults.truth import FLOAT16
 from recorded_runs import recorded_runs, unrepaired_run
 
 from kmp.advice import advise
@@ -76,11 +76,11 @@ def in_format(run, name):
 
 
 @pytest.mark.parametrize("name", sorted(ALL))
-@pytest.mark.parametrize("program", CASES)
+@pytest.mark.parametrize("program", FLOAT16)
 def test_cause_is_found_in_the_formats_in_which_it_exists(program, name):
     run = in_format(unrepaired_run(program), name)
     found = [cause.name for cause in found_causes(RunMetrics(run))]
-    assert (CASES[program].cause in found) == (name in formats_of(program)), found
+    assert (FLOAT16[program].cause in found) == (name in formats_of(program)), found
 
 
 WORDS_OF_FLOAT16 = re.compile(

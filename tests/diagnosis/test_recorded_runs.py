@@ -1,19 +1,22 @@
-"""Diagnoses the recorded runs of the programs in `tests/advice/faults`, which takes seconds."""
+"""Diagnoses the recorded runs of programs in `benchmarks/float16_faults`, which takes seconds."""
 
 import random
 
 import msgspec
 import pytest
-from cases import CASES, HEALTHY
-from recorded_runs import HEALTHY as WITHOUT_FAULT
+from float16_faults.running import is_named
+from float16_faults.truth import FLOAT16, HEALTHY_FLOAT16
 from recorded_runs import (
+    HEALTHY,
     log_of,
     prefixes_of,
+    recorded_healthy,
     recorded_runs,
     repairing_run,
     replay_lengths,
     unrepaired_run,
 )
+from verdicts import VERDICTS
 
 from kmp.advice import advise
 from kmp.diagnosis import ERROR, WARNING, causes, cure_of
@@ -52,28 +55,29 @@ def cures():
     return all_cures()
 
 
-@pytest.mark.parametrize("program", CASES)
+@pytest.mark.parametrize("program", FLOAT16)
 def test_recorded_fault_has_its_cause_place_and_severity(program):
-    case, advice = CASES[program], advise(unrepaired_run(program))
+    fault, advice = FLOAT16[program], advise(unrepaired_run(program))
     finding = advice.problems[0]
-    assert finding.cause == case.cause, str(advice)
-    assert case.at in finding.title or case.at in finding.change, str(advice)
+    assert finding.cause == fault.cause, str(advice)
+    assert is_named(fault.place, f"{finding.title} {finding.change}"), str(advice)
     assert finding.severity == (WARNING if program in WARNED else ERROR)
 
 
-@pytest.mark.parametrize("program", HEALTHY)
+@pytest.mark.parametrize("program", recorded_healthy())
 def test_recorded_healthy_run_has_no_problem(program):
-    advice = advise(recorded_runs()[f"{program}{WITHOUT_FAULT}"])
+    advice = advise(recorded_runs()[f"{program}{HEALTHY}"])
     assert advice.problems == (), str(advice)
-    assert advice.verdict.startswith(HEALTHY[program]), advice.verdict
+    assert advice.verdict.startswith(VERDICTS[program]), advice.verdict
 
 
-def test_every_recorded_run_is_of_a_program():
+def test_every_program_in_float16_has_a_recorded_run():
     programs = {name.partition(".")[0] for name in recorded_runs()}
-    assert programs == {*CASES, *HEALTHY}
+    assert programs == {*FLOAT16, *VERDICTS}
+    assert {*HEALTHY_FLOAT16} < {*VERDICTS}
 
 
-@pytest.mark.parametrize("program", CASES)
+@pytest.mark.parametrize("program", FLOAT16)
 def test_cure_is_found_at_the_replay_before_the_recorded_repair_and_nowhere_else(program, cures):
     run, found = repairing_run(program), cures[f"{program}.repair"]
     repair = repair_of(run)
@@ -88,7 +92,7 @@ def test_cure_is_found_at_the_replay_before_the_recorded_repair_and_nowhere_else
     assert {*found[:replayed], *found[length + 1 :]} == {()}
 
 
-@pytest.mark.parametrize("program", CASES)
+@pytest.mark.parametrize("program", FLOAT16)
 def test_run_without_repairs_has_the_cure_that_the_repair_made(program, cures):
     run = repairing_run(program)
     if unrepaired_run(program) is run:
@@ -98,9 +102,9 @@ def test_run_without_repairs_has_the_cure_that_the_repair_made(program, cures):
     assert {*cures[f"{program}.norepair"]} - {()} == expected
 
 
-@pytest.mark.parametrize("program", HEALTHY)
+@pytest.mark.parametrize("program", recorded_healthy())
 def test_no_prefix_of_a_healthy_run_has_a_cure(program, cures):
-    assert {*cures[f"{program}{WITHOUT_FAULT}"]} == {()}
+    assert {*cures[f"{program}{HEALTHY}"]} == {()}
 
 
 def test_cure_depends_neither_on_the_order_of_causes_nor_on_their_texts(cures, monkeypatch):

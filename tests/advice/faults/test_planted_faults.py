@@ -1,13 +1,19 @@
-"""Diagnoses each program, and applies the change that is advised."""
+"""Runs kmp on the programs of `benchmarks/float16_faults`, and applies the change it advises."""
 
 import pytest
-from cases import CASES, HEALTHY, HELD_OUT
-from programs import PROGRAMS
-from running import is_cured, is_named, outcome_of, run_program
-from truth import BFLOAT16, SUSPICIOUS, TRUTHS
+from float16_faults.running import is_named, outcome_of
+from float16_faults.tools import Kmp
+from float16_faults.truth import (
+    BFLOAT16,
+    FAULTS,
+    FLOAT16,
+    HEALTHY,
+    ComputeInFloat32,
+    is_sound,
+)
+from verdicts import VERDICTS
 
 import kmp
-from kmp.advice import ComputeInFloat32
 
 # A program with a fault may get a warning of it.
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
@@ -16,55 +22,45 @@ pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 # bfloat16, which a repair does not create again.
 REPAIRED = [
     name
-    for name, truth in BFLOAT16.items()
-    if isinstance(truth.cure[0], ComputeInFloat32) and truth.predicate != "StaleStateIn16Bits"
+    for name, fault in BFLOAT16.items()
+    if isinstance(fault.cure[0], ComputeInFloat32) and name != "fault_bfloat16_counter"
 ]
 
 
-def assert_diagnosed_and_cured(case, outcome):
-    finding = outcome.advice.problems[0]
-    assert finding.cause == case.cause, str(outcome.advice)
-    assert is_named(case.at, finding), str(outcome.advice)
-    assert is_cured(outcome.cured_score, case.sound), f"{outcome.cured_score} with {finding.change}"
+class KmpWithoutRepair(Kmp):
+    repairs = False
 
 
-@pytest.mark.parametrize("name", CASES)
+def assert_diagnosed_and_cured(outcome):
+    fault, finding = FAULTS[outcome.program], outcome.findings[0]
+    assert finding.cause == fault.cause, finding
+    assert is_named(fault.place, finding.text), finding
+    assert is_sound(outcome.cured_score, fault.sound), outcome
+    # Nothing but kmp ends a training.
+    assert all(each.text.startswith("StuckError: ") for each in outcome.findings[1:])
+
+
+@pytest.mark.parametrize("name", FLOAT16)
 def test_fault_is_diagnosed_and_cured(name, tmp_path):
-    case, outcome = CASES[name], outcome_of(name, tmp_path)
-    assert not is_cured(outcome.score, case.sound), "the program has no fault"
-    assert_diagnosed_and_cured(case, outcome)
+    outcome = outcome_of(name, KmpWithoutRepair, tmp_path)
+    assert not is_sound(outcome.score, FLOAT16[name].sound), "the program has no fault"
+    assert_diagnosed_and_cured(outcome)
 
 
 @pytest.mark.parametrize("name", BFLOAT16)
-def test_fault_of_bfloat16_is_diagnosed_and_cured(name, tmp_path):
+def test_fault_of_bfloat16_is_diagnosed_cured_and_repaired(name, tmp_path):
     # Without a repair too, the score may be sound: kmp skips the steps with NaN.
-    assert_diagnosed_and_cured(BFLOAT16[name].case, outcome_of(name, tmp_path))
-
-
-@pytest.mark.parametrize("name", REPAIRED)
-def test_fault_of_bfloat16_is_repaired_while_the_program_runs(name, tmp_path):
-    score, run = run_program(name, tmp_path / "program")
-    (layers,) = [row["fallback"] for row in run.rows if "fallback" in row]
-    assert [path.rpartition("/")[2] for path in layers] == [BFLOAT16[name].case.at]
-    assert is_cured(score, BFLOAT16[name].case.sound)
+    outcome = outcome_of(name, Kmp, tmp_path)
+    assert_diagnosed_and_cured(outcome)
+    if name in REPAIRED:
+        run = kmp.load_run(tmp_path / "repaired" / "run")
+        (layers,) = [row["fallback"] for row in run.rows if "fallback" in row]
+        assert [path.rpartition("/")[2] for path in layers] == [BFLOAT16[name].place]
+        assert is_sound(outcome.repaired_score, BFLOAT16[name].sound)
 
 
 @pytest.mark.parametrize("name", HEALTHY)
-def test_healthy_program_has_no_problem(name, tmp_path):
-    _, run = run_program(name, tmp_path / "program")
-    advice = kmp.advise(run)
-    assert run.last("fallback") is None
-    assert advice.problems == (), str(advice)
-    assert advice.verdict.startswith(HEALTHY[name]), advice.verdict
-
-
-@pytest.mark.parametrize("name", SUSPICIOUS)
-def test_healthy_program_in_another_format_has_no_problem(name, tmp_path):
-    _, run = run_program(name, tmp_path / "program")
-    assert run.last("fallback") is None
-    assert kmp.advise(run).problems == ()
-
-
-def test_every_program_is_listed():
-    assert {*PROGRAMS} == {*CASES, *HEALTHY, *TRUTHS, *SUSPICIOUS}
-    assert {*HELD_OUT} < {*CASES}
+def test_healthy_program_has_no_problem_and_no_repair(name, tmp_path):
+    outcome = outcome_of(name, Kmp, tmp_path)
+    assert outcome.findings == ()
+    assert outcome.verdict.startswith(VERDICTS.get(name, "")), outcome.verdict

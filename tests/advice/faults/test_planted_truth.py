@@ -1,24 +1,43 @@
-"""Trains the programs for bfloat16 and float32 without kmp: what is known of them is true."""
+"""Trains the programs of `benchmarks/float16_faults` in Keras: what is known of them is true."""
 
 import pytest
-from running import is_cured, scores_in_keras
-from truth import BFLOAT16, SUSPICIOUS, TRUTHS
+from float16_faults.editing import edited
+from float16_faults.in_keras import in_float32
+from float16_faults.running import score_of, source_of
+from float16_faults.truth import (
+    BFLOAT16,
+    FAULTS,
+    FLOAT32,
+    HEALTHY_BFLOAT16,
+    HEALTHY_FLOAT32,
+    is_sound,
+)
 
 # A fault may cause a warning of NumPy.
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 
 
-@pytest.mark.parametrize("name", TRUTHS)
+def scores_in_keras(name, folder):
+    """Returns the scores of a program in float32, and as it is written."""
+    source = source_of(name, uses_kmp=False)
+    return (
+        score_of(name, in_float32(source), folder / "float32"),
+        score_of(name, source, folder / "as_written"),
+    )
+
+
+@pytest.mark.parametrize("name", BFLOAT16 | FLOAT32)
 def test_fault_ruins_the_training_and_the_known_change_cures_it(name, tmp_path):
-    truth = TRUTHS[name]
-    scores = scores_in_keras(name, tmp_path, truth.cure)
-    is_of_bfloat16 = name in BFLOAT16
-    assert is_cured(scores.float32, truth.case.sound) == is_of_bfloat16, scores
-    assert not is_cured(scores.as_written, truth.case.sound), scores
-    assert is_cured(scores.cured, truth.case.sound), scores
+    fault = FAULTS[name]
+    float32, as_written = scores_in_keras(name, tmp_path)
+    assert is_sound(float32, fault.sound) == (name in BFLOAT16), float32
+    assert not is_sound(as_written, fault.sound), as_written
+    changed = edited(source_of(name, uses_kmp=False), fault.cure)
+    cured = score_of(name, changed, tmp_path / "cured")
+    assert is_sound(cured, fault.sound), cured
 
 
-@pytest.mark.parametrize("name", SUSPICIOUS)
+@pytest.mark.parametrize("name", HEALTHY_BFLOAT16 | HEALTHY_FLOAT32)
 def test_healthy_program_trains_as_in_float32(name, tmp_path):
-    scores = scores_in_keras(name, tmp_path, cure=())
-    assert is_cured(scores.as_written, scores.float32), scores
+    float32, as_written = scores_in_keras(name, tmp_path)
+    assert is_sound(as_written, float32), (as_written, float32)

@@ -5,7 +5,7 @@ import numpy as np
 from keras import ops
 
 import kmp
-from programs.frame import (
+from float16_faults.programs.frame import (
     MaskedAttention,
     accuracy,
     classifier_after,
@@ -21,7 +21,7 @@ from programs.frame import (
 )
 
 
-def healthy_bfloat16_cubes(rng):
+def healthy_bfloat16_cubes(rng, callbacks):
     """Sound: cubes of features up to a million, which overflow float16 but not bfloat16."""
     kmp.enable("mixed_bfloat16")
 
@@ -42,12 +42,12 @@ def healthy_bfloat16_cubes(rng):
         batch_size=32,
         epochs=6,
         verbose=0,
-        callbacks=kmp.callbacks.defaults("run"),
+        callbacks=callbacks,
     )
     return accuracy(model, x[1024:], label[1024:])
 
 
-def healthy_bfloat16_noisy(rng):
+def healthy_bfloat16_noisy(rng, callbacks):
     """Sound: few examples, a fifth of them with a wrong label, in batches of 8."""
     kmp.enable("mixed_bfloat16")
 
@@ -62,13 +62,11 @@ def healthy_bfloat16_noisy(rng):
         ]
     )
     model.compile(optimizer=keras.optimizers.Adam(learning_rate=1e-3), loss=crossentropy())
-    model.fit(
-        x[:256], noisy, batch_size=8, epochs=8, verbose=0, callbacks=kmp.callbacks.defaults("run")
-    )
+    model.fit(x[:256], noisy, batch_size=8, epochs=8, verbose=0, callbacks=callbacks)
     return accuracy(model, x[256:], y[256:])
 
 
-def healthy_bfloat16_mask(rng):
+def healthy_bfloat16_mask(rng, callbacks):
     """Sound: an attention that masks with -1e9, which bfloat16 represents."""
 
     class Attention(MaskedAttention):
@@ -81,11 +79,11 @@ def healthy_bfloat16_mask(rng):
 
     model = text_classifier(Attention(units=16, name="masked_attention"))
     model.compile(optimizer=keras.optimizers.Adam(learning_rate=1e-2), loss=crossentropy())
-    model.fit(data, y, batch_size=32, epochs=5, verbose=0, callbacks=kmp.callbacks.defaults("run"))
+    model.fit(data, y, batch_size=32, epochs=5, verbose=0, callbacks=callbacks)
     return accuracy(model, data, y)
 
 
-def healthy_bfloat16_tiny_gradients(rng):
+def healthy_bfloat16_tiny_gradients(rng, callbacks):
     """Sound: gradients near 1e-12, which bfloat16 represents, with an epsilon to match."""
     kmp.enable("mixed_bfloat16")
 
@@ -103,18 +101,18 @@ def healthy_bfloat16_tiny_gradients(rng):
         batch_size=32,
         epochs=4,
         verbose=0,
-        callbacks=kmp.callbacks.defaults("run"),
+        callbacks=callbacks,
     )
     return accuracy(model, sequence[768:], y[768:])
 
 
-def healthy_bfloat16_batch_norm(rng):
+def healthy_bfloat16_batch_norm(rng, callbacks):
     """Sound: a convolution with batch normalization, whose statistics stay in float32."""
     kmp.enable("mixed_bfloat16")
 
     images, is_vertical = lines(rng)
 
-    model = line_classifier()
+    model = line_classifier(kmp.layers.BatchNormalization(momentum=0.9, name="norm"))
     model.compile(optimizer=keras.optimizers.Adam(learning_rate=1e-2), loss=crossentropy())
     model.fit(
         images[:768],
@@ -122,12 +120,12 @@ def healthy_bfloat16_batch_norm(rng):
         batch_size=32,
         epochs=8,
         verbose=0,
-        callbacks=kmp.callbacks.defaults("run"),
+        callbacks=callbacks,
     )
     return accuracy(model, images[768:], is_vertical[768:])
 
 
-def healthy_bfloat16_dropout(rng):
+def healthy_bfloat16_dropout(rng, callbacks):
     """Sound: strong dropout around a GRU, so two passes of a batch differ by far."""
     kmp.enable("mixed_bfloat16")
 
@@ -154,12 +152,12 @@ def healthy_bfloat16_dropout(rng):
         batch_size=32,
         epochs=5,
         verbose=0,
-        callbacks=kmp.callbacks.defaults("run"),
+        callbacks=callbacks,
     )
     return accuracy(model, waves[1024:], y[1024:])
 
 
-def healthy_bfloat16_embedding(rng):
+def healthy_bfloat16_embedding(rng, callbacks):
     """Sound: indices up to 20000 as integers, of which a text uses few."""
     kmp.enable("mixed_bfloat16")
 
@@ -184,12 +182,12 @@ def healthy_bfloat16_embedding(rng):
         batch_size=32,
         epochs=6,
         verbose=0,
-        callbacks=kmp.callbacks.defaults("run"),
+        callbacks=callbacks,
     )
     return accuracy(model, tokens[1536:], y[1536:])
 
 
-def healthy_bfloat16_unit_norm(rng):
+def healthy_bfloat16_unit_norm(rng, callbacks):
     """Sound: a norm by hand over 4096 elements, whose sum TensorFlow accumulates in float32."""
     kmp.enable("mixed_bfloat16")
 
@@ -213,12 +211,12 @@ def healthy_bfloat16_unit_norm(rng):
         batch_size=32,
         epochs=5,
         verbose=0,
-        callbacks=kmp.callbacks.defaults("run"),
+        callbacks=callbacks,
     )
     return accuracy(model, signal[512:], tone[512:])
 
 
-def healthy_bfloat16_average(rng):
+def healthy_bfloat16_average(rng, callbacks):
     """Sound: a moving average by hand that is computed in float32, though the layer is not."""
     kmp.enable("mixed_bfloat16")
 
@@ -256,12 +254,12 @@ def healthy_bfloat16_average(rng):
         batch_size=16,
         epochs=8,
         verbose=0,
-        callbacks=kmp.callbacks.defaults("run"),
+        callbacks=callbacks,
     )
     return accuracy(model, x[1536:], label[1536:])
 
 
-def healthy_bfloat16_prices(rng):
+def healthy_bfloat16_prices(rng, callbacks):
     """Sound: prices near 400, which bfloat16 rounds to multiples of 2: far below their noise."""
     kmp.enable("mixed_bfloat16")
 
@@ -284,12 +282,12 @@ def healthy_bfloat16_prices(rng):
         batch_size=32,
         epochs=8,
         verbose=0,
-        callbacks=kmp.callbacks.defaults("run"),
+        callbacks=callbacks,
     )
     return explained_variance(model, houses[2048:], price[2048:])
 
 
-def healthy_bfloat16_vocabulary(rng):
+def healthy_bfloat16_vocabulary(rng, callbacks):
     """Sound: a softmax over 5000 words in bfloat16, whose sum TensorFlow accumulates in float32."""
     kmp.enable("mixed_bfloat16")
 
@@ -313,6 +311,6 @@ def healthy_bfloat16_vocabulary(rng):
         batch_size=64,
         epochs=6,
         verbose=0,
-        callbacks=kmp.callbacks.defaults("run"),
+        callbacks=callbacks,
     )
     return accuracy(model, x[1536:], word[1536:])

@@ -4,10 +4,10 @@ import keras
 import tensorflow as tf
 
 import kmp
-from programs.frame import accuracy, clusters, crossentropy
+from float16_faults.programs.frame import accuracy, clusters, crossentropy
 
 
-def fault_unscaled_loss_divided(rng):
+def fault_unscaled_loss_divided(rng, callbacks):
     """A training step divides the gradients by the loss scale, and the optimizer does so again.
 
     Typical for a port of a step that unscaled gradients by hand.
@@ -43,6 +43,6 @@ def fault_unscaled_loss_divided(rng):
         batch_size=32,
         epochs=6,
         verbose=0,
-        callbacks=kmp.callbacks.defaults("run"),
+        callbacks=callbacks,
     )
     return accuracy(model, x_test, y_test)

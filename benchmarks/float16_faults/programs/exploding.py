@@ -4,10 +4,16 @@ import keras
 import numpy as np
 
 import kmp
-from programs.frame import accuracy, crossentropy, event_classifier, events, explained_variance
+from float16_faults.programs.frame import (
+    accuracy,
+    crossentropy,
+    event_classifier,
+    events,
+    explained_variance,
+)
 
 
-def fault_exploding_sgd(rng):
+def fault_exploding_sgd(rng, callbacks):
     """SGD with momentum has a learning rate 30 times too large.
 
     Typical for a rate taken from a much larger batch.
@@ -37,12 +43,12 @@ def fault_exploding_sgd(rng):
         batch_size=32,
         epochs=12,
         verbose=0,
-        callbacks=kmp.callbacks.defaults("run"),
+        callbacks=callbacks,
     )
     return explained_variance(model, x_test, y_test)
 
 
-def fault_exploding_warmup(rng):
+def fault_exploding_warmup(rng, callbacks):
     """A warm-up raises the learning rate of Adam to 3.0 in place of 3e-3.
 
     Typical for a schedule that was copied.
@@ -76,11 +82,11 @@ def fault_exploding_warmup(rng):
         initial_learning_rate=0.0, decay_steps=240, warmup_target=3.0, warmup_steps=60
     )
     model.compile(optimizer=keras.optimizers.Adam(learning_rate=schedule), loss="mse")
-    model.fit(x, y, epochs=5, batch_size=32, verbose=0, callbacks=kmp.callbacks.defaults("run"))
+    model.fit(x, y, epochs=5, batch_size=32, verbose=0, callbacks=callbacks)
     return explained_variance(model, x_test, y_test)
 
 
-def fault_exploding_lion(rng):
+def fault_exploding_lion(rng, callbacks):
     """Lion has a learning rate 500 times too large for a subclassed GRU.
 
     Typical for a rate that suited SGD.
@@ -107,11 +113,11 @@ def fault_exploding_lion(rng):
 
     model = Gestures()
     model.compile(optimizer=keras.optimizers.Lion(learning_rate=0.5), loss=crossentropy())
-    model.fit(x, y, batch_size=50, epochs=5, verbose=0, callbacks=kmp.callbacks.defaults("run"))
+    model.fit(x, y, batch_size=50, epochs=5, verbose=0, callbacks=callbacks)
     return accuracy(model, x_test, y_test)
 
 
-def fault_exploding_gru(rng):
+def fault_exploding_gru(rng, callbacks):
     """Adam has a learning rate 300 times too large, typical for a rate that suited SGD."""
     kmp.enable()
 
@@ -135,12 +141,12 @@ def fault_exploding_gru(rng):
         batch_size=32,
         epochs=8,
         verbose=0,
-        callbacks=kmp.callbacks.defaults("run"),
+        callbacks=callbacks,
     )
     return accuracy(model, x_test, y_test)
 
 
-def fault_exploding_attention(rng):
+def fault_exploding_attention(rng, callbacks):
     """Adam has a learning rate 1000 times too large, typical for a forgotten exponent."""
     kmp.enable()
 
@@ -154,6 +160,6 @@ def fault_exploding_attention(rng):
         batch_size=32,
         epochs=7,
         verbose=0,
-        callbacks=kmp.callbacks.defaults("run"),
+        callbacks=callbacks,
     )
     return accuracy(model, sequence[768:], y[768:])

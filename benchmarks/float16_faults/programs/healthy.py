@@ -6,7 +6,7 @@ import tensorflow as tf
 from keras import ops
 
 import kmp
-from programs.frame import (
+from float16_faults.programs.frame import (
     MaskedAttention,
     accuracy,
     census,
@@ -27,7 +27,7 @@ from programs.frame import (
 )
 
 
-def healthy_autoencoder(rng):
+def healthy_autoencoder(rng, callbacks):
     """Sound: a variational autoencoder that samples, and adds a divergence, in float32."""
 
     class Sampling(keras.layers.Layer):
@@ -58,13 +58,11 @@ def healthy_autoencoder(rng):
     model.compile(
         optimizer=keras.optimizers.Adam(learning_rate=5e-3), loss=keras.losses.MeanSquaredError()
     )
-    model.fit(
-        images, images, batch_size=32, epochs=6, verbose=0, callbacks=kmp.callbacks.defaults("run")
-    )
+    model.fit(images, images, batch_size=32, epochs=6, verbose=0, callbacks=callbacks)
     return explained_variance(model, images, images)
 
 
-def healthy_bfloat16(rng):
+def healthy_bfloat16(rng, callbacks):
     """Sound: a bfloat16 run with large inputs, recorded with a loss scale of 1."""
     kmp.enable("mixed_bfloat16")
 
@@ -89,12 +87,12 @@ def healthy_bfloat16(rng):
         batch_size=32,
         epochs=4,
         verbose=0,
-        callbacks=kmp.callbacks.defaults("run"),
+        callbacks=callbacks,
     )
     return sign_accuracy(model, x_test, y_test)
 
 
-def healthy_clipped_lstm(rng):
+def healthy_clipped_lstm(rng, callbacks):
     """Sound: an LSTM whose gradients are clipped by their global norm in most steps."""
     kmp.enable()
 
@@ -112,14 +110,14 @@ def healthy_clipped_lstm(rng):
         batch_size=32,
         epochs=5,
         verbose=0,
-        callbacks=kmp.callbacks.defaults("run"),
+        callbacks=callbacks,
     )
 
     error = model.predict(x_test, verbose=0).astype("float32") - y_test
     return -float(np.mean(error**2))
 
 
-def healthy_custom_loop(rng):
+def healthy_custom_loop(rng, callbacks):
     """Sound: a custom training loop with scale_loss and kmp.guard.
 
     Gradients are clipped by hand after unscale.
@@ -156,11 +154,11 @@ def healthy_custom_loop(rng):
             gradients, _ = tf.clip_by_global_norm(gradients, 0.5)
             optimizer.apply(gradients, model.trainable_variables, unscaled=True)
 
-    train_in_loop(model, train_step, [tokens], epochs=5, callbacks=kmp.callbacks.defaults("run"))
+    train_in_loop(model, train_step, [tokens], epochs=5, callbacks=callbacks)
     return accuracy(model, tokens[:, :-1], tokens[:, 1:])
 
 
-def healthy_dead_relu(rng):
+def healthy_dead_relu(rng, callbacks):
     """Sound: a classifier in which more than half of the hidden units are dead from the start."""
     kmp.enable()
 
@@ -189,12 +187,12 @@ def healthy_dead_relu(rng):
         batch_size=32,
         epochs=5,
         verbose=0,
-        callbacks=kmp.callbacks.defaults("run"),
+        callbacks=callbacks,
     )
     return accuracy(model, x_test, y_test)
 
 
-def healthy_distillation(rng):
+def healthy_distillation(rng, callbacks):
     """Sound: a train_step adds a divergence from a frozen teacher to the loss.
 
     It keeps an average in float32.
@@ -247,12 +245,12 @@ def healthy_distillation(rng):
         batch_size=32,
         epochs=4,
         verbose=0,
-        callbacks=kmp.callbacks.defaults("run"),
+        callbacks=callbacks,
     )
     return accuracy(model, x[1536:], y[1536:])
 
 
-def healthy_dropout_gru(rng):
+def healthy_dropout_gru(rng, callbacks):
     """Sound: strong dropout before and after a GRU.
 
     Many gradients are zero, and the loss is noisy.
@@ -285,12 +283,12 @@ def healthy_dropout_gru(rng):
         batch_size=32,
         epochs=4,
         verbose=0,
-        callbacks=kmp.callbacks.defaults("run"),
+        callbacks=callbacks,
     )
     return accuracy(model, x_test, y_test)
 
 
-def healthy_float32_attention(rng):
+def healthy_float32_attention(rng, callbacks):
     """Sound: a float32 run with tiny gradients, recorded with a loss scale of 1."""
     kmp.enable(policy="float32")
 
@@ -310,12 +308,12 @@ def healthy_float32_attention(rng):
         batch_size=32,
         epochs=4,
         verbose=0,
-        callbacks=kmp.callbacks.defaults("run"),
+        callbacks=callbacks,
     )
     return accuracy(model, sequence[768:], y[768:])
 
 
-def healthy_frozen_backbone(rng):
+def healthy_frozen_backbone(rng, callbacks):
     """Sound: transfer learning with a frozen convolution and BatchNormalization.
 
     Only the head is trained.
@@ -351,12 +349,12 @@ def healthy_frozen_backbone(rng):
         batch_size=32,
         epochs=5,
         verbose=0,
-        callbacks=kmp.callbacks.defaults("run"),
+        callbacks=callbacks,
     )
     return accuracy(model, x_test, y_test)
 
 
-def healthy_house_prices(rng):
+def healthy_house_prices(rng, callbacks):
     """Sound: raw prices as targets, whose gradients let the loss scale fall in the first steps."""
     kmp.enable()
     houses = rng.normal(size=(5000, 14)).astype("float32")
@@ -374,11 +372,11 @@ def healthy_house_prices(rng):
         ]
     )
     model.compile(optimizer=keras.optimizers.RMSprop(learning_rate=3e-3), loss="mse")
-    model.fit(x, y, batch_size=32, epochs=5, verbose=0, callbacks=kmp.callbacks.defaults("run"))
+    model.fit(x, y, batch_size=32, epochs=5, verbose=0, callbacks=callbacks)
     return explained_variance(model, x_test, y_test)
 
 
-def healthy_label_smoothing(rng):
+def healthy_label_smoothing(rng, callbacks):
     """Sound: label smoothing and noisy labels, which keep the loss far above zero."""
     kmp.enable()
 
@@ -407,12 +405,12 @@ def healthy_label_smoothing(rng):
         batch_size=32,
         epochs=4,
         verbose=0,
-        callbacks=kmp.callbacks.defaults("run"),
+        callbacks=callbacks,
     )
     return accuracy(model, images[768:], quadrant[768:])
 
 
-def healthy_large_initial_scale(rng):
+def healthy_large_initial_scale(rng, callbacks):
     """Sound: an initial loss scale of 2^24 skips the first steps until it fits.
 
     It grows again every 100 steps.
@@ -421,7 +419,7 @@ def healthy_large_initial_scale(rng):
 
     images, is_vertical = lines(rng)
 
-    model = line_classifier()
+    model = line_classifier(kmp.layers.BatchNormalization(momentum=0.9, name="norm"))
     model.compile(optimizer=keras.optimizers.Adam(learning_rate=1e-2), loss=crossentropy())
     model.fit(
         images[:768],
@@ -429,12 +427,12 @@ def healthy_large_initial_scale(rng):
         batch_size=32,
         epochs=10,
         verbose=0,
-        callbacks=kmp.callbacks.defaults("run"),
+        callbacks=callbacks,
     )
     return accuracy(model, images[768:], is_vertical[768:])
 
 
-def healthy_masked_attention(rng):
+def healthy_masked_attention(rng, callbacks):
     """Sound: attention that sets the scores of padding to -inf.
 
     A row always keeps at least one word.
@@ -450,11 +448,11 @@ def healthy_masked_attention(rng):
 
     model = text_classifier(Attention(units=16, name="masked_attention"))
     model.compile(optimizer=keras.optimizers.Adam(learning_rate=1e-2), loss=crossentropy())
-    model.fit(data, y, batch_size=32, epochs=4, verbose=0, callbacks=kmp.callbacks.defaults("run"))
+    model.fit(data, y, batch_size=32, epochs=4, verbose=0, callbacks=callbacks)
     return accuracy(model, data, y)
 
 
-def healthy_small_learning_rate(rng):
+def healthy_small_learning_rate(rng, callbacks):
     """Sound: a wide network at a low learning rate.
 
     Its float32 weights keep updates that float16 would lose.
@@ -480,12 +478,12 @@ def healthy_small_learning_rate(rng):
         batch_size=32,
         epochs=6,
         verbose=0,
-        callbacks=kmp.callbacks.defaults("run"),
+        callbacks=callbacks,
     )
     return accuracy(model, x_test, y_test)
 
 
-def healthy_rezero_transformer(rng):
+def healthy_rezero_transformer(rng, callbacks):
     """Sound: residual gates and a head that start at zero.
 
     The learning rate warms up from zero.
@@ -529,11 +527,11 @@ def healthy_rezero_transformer(rng):
         optimizer=keras.optimizers.AdamW(learning_rate=schedule, weight_decay=1e-3),
         loss=crossentropy(),
     )
-    model.fit(x, y, epochs=8, batch_size=60, verbose=0, callbacks=kmp.callbacks.defaults("run"))
+    model.fit(x, y, epochs=8, batch_size=60, verbose=0, callbacks=callbacks)
     return accuracy(model, x_test, y_test)
 
 
-def healthy_sparse_inputs(rng):
+def healthy_sparse_inputs(rng, callbacks):
     """Sound: bags of words, in which 98 percent of the inputs are zero."""
     kmp.enable()
 
@@ -559,12 +557,12 @@ def healthy_sparse_inputs(rng):
         batch_size=32,
         epochs=4,
         verbose=0,
-        callbacks=kmp.callbacks.defaults("run"),
+        callbacks=callbacks,
     )
     return accuracy(model, x_test, y_test)
 
 
-def healthy_sum_vae(rng):
+def healthy_sum_vae(rng, callbacks):
     """Sound: losses that are sums over the batch, with a clipped global norm.
 
     The initial loss scale is 2^24.
@@ -614,11 +612,11 @@ def healthy_sum_vae(rng):
         loss=keras.losses.MeanSquaredError(reduction="sum"),
         loss_weights=[float(SIZE * SIZE)],
     )
-    model.fit(x, y, epochs=10, batch_size=100, verbose=0, callbacks=kmp.callbacks.defaults("run"))
+    model.fit(x, y, epochs=10, batch_size=100, verbose=0, callbacks=callbacks)
     return explained_variance(model, x_test, x_test)
 
 
-def healthy_train_step(rng):
+def healthy_train_step(rng, callbacks):
     """Sound: a train_step that calls scale_loss on a small loss.
 
     The loss scale lifts its gradients.
@@ -657,13 +655,11 @@ def healthy_train_step(rng):
         loss=keras.losses.MeanSquaredError(),
         loss_weights=[1e-2],
     )
-    model.fit(
-        noisy, clean, batch_size=32, epochs=4, verbose=0, callbacks=kmp.callbacks.defaults("run")
-    )
+    model.fit(noisy, clean, batch_size=32, epochs=4, verbose=0, callbacks=callbacks)
     return explained_variance(model, noisy, clean)
 
 
-def healthy_unused_head(rng):
+def healthy_unused_head(rng, callbacks):
     """Sound: a model with two heads of which only one has a loss.
 
     The other's weights never get a gradient.
@@ -693,14 +689,14 @@ def healthy_unused_head(rng):
         batch_size=32,
         epochs=6,
         verbose=0,
-        callbacks=kmp.callbacks.defaults("run"),
+        callbacks=callbacks,
     )
 
     error = model.predict(x[1024:], verbose=0)["demand"] - demand[1024:]
     return 1.0 - float(np.mean(error**2) / np.var(demand[1024:]))
 
 
-def healthy_unused_rows(rng):
+def healthy_unused_rows(rng, callbacks):
     """Sound: an embedding for 2000 words of which the texts use 60.
 
     Most of its gradient is zero.
@@ -731,6 +727,6 @@ def healthy_unused_rows(rng):
         batch_size=32,
         epochs=5,
         verbose=0,
-        callbacks=kmp.callbacks.defaults("run"),
+        callbacks=callbacks,
     )
     return sign_accuracy(model, x_test, y_test)

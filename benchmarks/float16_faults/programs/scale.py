@@ -6,7 +6,7 @@ import tensorflow as tf
 from keras import layers
 
 import kmp
-from programs.frame import (
+from float16_faults.programs.frame import (
     accuracy,
     crossentropy,
     explained_variance,
@@ -16,8 +16,8 @@ from programs.frame import (
 )
 
 
-def fault_scale_too_small_autoencoder(rng):
-    """A loss scale of 1 is none at all for signals below a millivolt.
+def fault_scale_too_small_autoencoder(rng, callbacks):
+    """A loss scale of 1, which is none, flushes the gradients of signals below a millivolt.
 
     Typical for recordings that are left in volts.
     """
@@ -39,14 +39,15 @@ def fault_scale_too_small_autoencoder(rng):
         optimizer=keras.optimizers.Adam(learning_rate=6e-3, epsilon=1e-12),
         loss=keras.losses.MeanSquaredError(),
     )
-    model.fit(
-        volts, volts, batch_size=32, epochs=6, verbose=0, callbacks=kmp.callbacks.defaults("run")
-    )
+    model.fit(volts, volts, batch_size=32, epochs=6, verbose=0, callbacks=callbacks)
     return explained_variance(model, volts, volts)
 
 
-def fault_scale_too_small_lstm(rng):
-    """A small loss scale, of a model whose loss was a sum, meets weights that add up to one."""
+def fault_scale_too_small_lstm(rng, callbacks):
+    """A loss scale of 2^-10 flushes gradients whose sample weights add up to one.
+
+    Typical for the scale of a model whose loss was a sum.
+    """
     kmp.enable(loss_scale=2.0**-10)
 
     steps = rng.choice([-1.0, 1.0], size=(1024, 12, 1), p=[0.5, 0.5])
@@ -74,15 +75,15 @@ def fault_scale_too_small_lstm(rng):
         batch_size=32,
         epochs=5,
         verbose=0,
-        callbacks=kmp.callbacks.defaults("run"),
+        callbacks=callbacks,
     )
     return sign_accuracy(model, x, y)
 
 
-def fault_scale_too_small_dose_map(rng):
+def fault_scale_too_small_dose_map(rng, callbacks):
     """A loss scale that starts and ends at 2^-14 flushes a mean over many pixels.
 
-    Typical for settings by trial.
+    Typical for settings that were found by trial.
     """
     kmp.enable(initial_scale=2.0**-14, max_scale=2.0**-14)
 
@@ -108,12 +109,12 @@ def fault_scale_too_small_dose_map(rng):
     out = keras.layers.Conv2D(1, 1, name="dose")(skip)
     model = keras.Model(scan, out)
     model.compile(optimizer=keras.optimizers.Adam(learning_rate=6e-3), loss="mae")
-    model.fit(x, y, batch_size=16, epochs=8, verbose=0, callbacks=kmp.callbacks.defaults("run"))
+    model.fit(x, y, batch_size=16, epochs=8, verbose=0, callbacks=callbacks)
     return explained_variance(model, x_test, y_test)
 
 
-def fault_scale_growth_of_wrap(rng):
-    """A loop's own wrap lets the scale grow after each step by 2^12.
+def fault_scale_growth_of_wrap(rng, callbacks):
+    """The loss scale of a custom loop grows by 2^12 after each step.
 
     Typical when the largest scale is sought.
     """
@@ -159,7 +160,7 @@ def fault_scale_growth_of_wrap(rng):
 
     x, mineral = spectra(3200)
     x_test, mineral_test = spectra(600)
-    callbacks = keras.callbacks.CallbackList(kmp.callbacks.defaults("run"), model=model)
+    callbacks = keras.callbacks.CallbackList(callbacks, model=model)
     callbacks.on_train_begin()
     for epoch in range(8):
         callbacks.on_epoch_begin(epoch)
@@ -173,7 +174,7 @@ def fault_scale_growth_of_wrap(rng):
     return accuracy(model, x_test, mineral_test)
 
 
-def fault_scale_too_large_conv(rng):
+def fault_scale_too_large_conv(rng, callbacks):
     """A fixed loss scale of 2^24 overflows in every step.
 
     Typical for the belief that larger is safer.
@@ -182,7 +183,7 @@ def fault_scale_too_large_conv(rng):
 
     images, is_vertical = lines(rng)
 
-    model = line_classifier()
+    model = line_classifier(kmp.layers.BatchNormalization(momentum=0.9, name="norm"))
     model.compile(optimizer=keras.optimizers.Adam(learning_rate=1e-2), loss=crossentropy())
     model.fit(
         images[:768],
@@ -190,12 +191,12 @@ def fault_scale_too_large_conv(rng):
         batch_size=32,
         epochs=5,
         verbose=0,
-        callbacks=kmp.callbacks.defaults("run"),
+        callbacks=callbacks,
     )
     return accuracy(model, images[768:], is_vertical[768:])
 
 
-def fault_scale_too_large_regression(rng):
+def fault_scale_too_large_regression(rng, callbacks):
     """A fixed loss scale of 2^17 skips most steps of a regression.
 
     Typical for a scale that suited a classifier.
@@ -224,12 +225,12 @@ def fault_scale_too_large_regression(rng):
         batch_size=32,
         epochs=10,
         verbose=0,
-        callbacks=kmp.callbacks.defaults("run"),
+        callbacks=callbacks,
     )
     return explained_variance(model, x_test, y_test)
 
 
-def fault_scale_minimum(rng):
+def fault_scale_minimum(rng, callbacks):
     """A minimum loss scale of 2^12 is too large for a loss in raw prices.
 
     Typical for a bound of a classifier.
@@ -255,6 +256,6 @@ def fault_scale_minimum(rng):
         batch_size=32,
         epochs=30,
         verbose=0,
-        callbacks=kmp.callbacks.defaults("run"),
+        callbacks=callbacks,
     )
     return explained_variance(model, x[1024:], y[1024:])

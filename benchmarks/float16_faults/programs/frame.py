@@ -4,8 +4,6 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-import kmp
-
 
 def clusters(rng, classes, rows, shape, noise, spread=1.0):
     """Returns points around the center of their class, and the classes.
@@ -79,12 +77,13 @@ def classifier_after(layer, shape, units):
     return keras.Model(inputs, keras.layers.Dense(2, name="logits")(hidden(layer(inputs))))
 
 
-def line_classifier():
+def line_classifier(norm):
+    """Returns a convolution for `lines`, with a normalization layer."""
     return keras.Sequential(
         [
             keras.Input((8, 8, 1), name="image"),
             keras.layers.Conv2D(8, kernel_size=5, padding="same", name="conv"),
-            kmp.layers.BatchNormalization(momentum=0.9, name="norm"),
+            norm,
             keras.layers.ReLU(name="relu"),
             keras.layers.GlobalMaxPooling2D(name="pool"),
             keras.layers.Dense(2, name="logits"),

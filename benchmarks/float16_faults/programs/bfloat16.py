@@ -5,7 +5,7 @@ import numpy as np
 from keras import ops
 
 import kmp
-from programs.frame import (
+from float16_faults.programs.frame import (
     accuracy,
     classifier_after,
     clusters,
@@ -15,7 +15,7 @@ from programs.frame import (
 )
 
 
-def fault_bfloat16_average(rng):
+def fault_bfloat16_average(rng, callbacks):
     """A moving average that is computed in bfloat16 stops far from its value.
 
     Its variable is in float32, but Keras casts it in `call`. Typical for a normalization by hand.
@@ -52,12 +52,12 @@ def fault_bfloat16_average(rng):
         batch_size=16,
         epochs=8,
         verbose=0,
-        callbacks=kmp.callbacks.defaults("run"),
+        callbacks=callbacks,
     )
     return accuracy(model, x[1536:], label[1536:])
 
 
-def fault_bfloat16_variance(rng):
+def fault_bfloat16_variance(rng, callbacks):
     """A variance as a difference of E[x^2] and E[x]^2, which are equal in bfloat16.
 
     Typical for a layer that computes both sums in one pass.
@@ -84,12 +84,12 @@ def fault_bfloat16_variance(rng):
         batch_size=32,
         epochs=12,
         verbose=0,
-        callbacks=kmp.callbacks.defaults("run"),
+        callbacks=callbacks,
     )
     return accuracy(model, signal[1024:], label[1024:])
 
 
-def fault_bfloat16_weekday(rng):
+def fault_bfloat16_weekday(rng, callbacks):
     """The day of the week, computed from a number of days.
 
     bfloat16 has every integer only up to 256. Typical for a column of dates in a table of floats.
@@ -116,12 +116,12 @@ def fault_bfloat16_weekday(rng):
         batch_size=32,
         epochs=10,
         verbose=0,
-        callbacks=kmp.callbacks.defaults("run"),
+        callbacks=callbacks,
     )
     return explained_variance(model, days[1536:], sales[1536:])
 
 
-def fault_bfloat16_trip(rng):
+def fault_bfloat16_trip(rng, callbacks):
     """The distance of a taxi trip from degrees of longitude and latitude.
 
     bfloat16 rounds them to 25 km. Typical for raw coordinates.
@@ -155,12 +155,12 @@ def fault_bfloat16_trip(rng):
         batch_size=32,
         epochs=10,
         verbose=0,
-        callbacks=kmp.callbacks.defaults("run"),
+        callbacks=callbacks,
     )
     return explained_variance(model, trip[1536:], fare[1536:])
 
 
-def fault_bfloat16_counter(rng):
+def fault_bfloat16_counter(rng, callbacks):
     """A counter of steps in bfloat16 stays at 256, so a temperature stays high.
 
     Typical for an annealing whose variable has the dtype of the layer.
@@ -199,11 +199,11 @@ def fault_bfloat16_counter(rng):
         ]
     )
     model.compile(optimizer=keras.optimizers.Adam(learning_rate=2e-2), loss="mse")
-    model.fit(x, x, batch_size=32, epochs=12, verbose=0, callbacks=kmp.callbacks.defaults("run"))
+    model.fit(x, x, batch_size=32, epochs=12, verbose=0, callbacks=callbacks)
     return explained_variance(model, x, x)
 
 
-def fault_bfloat16_rotary(rng):
+def fault_bfloat16_rotary(rng, callbacks):
     """Rotary positions of a long text, multiplied by frequencies in bfloat16.
 
     It rounds positions near 3000 to multiples of 16. Typical for attention by hand.
@@ -247,12 +247,12 @@ def fault_bfloat16_rotary(rng):
         batch_size=32,
         epochs=8,
         verbose=0,
-        callbacks=kmp.callbacks.defaults("run"),
+        callbacks=callbacks,
     )
     return accuracy(model, (words[1280:], position[1280:]), earlier[1280:])
 
 
-def fault_bfloat16_likelihood(rng):
+def fault_bfloat16_likelihood(rng, callbacks):
     """Log-likelihoods of texts, as sums of the log-softmax of a large vocabulary.
 
     bfloat16 rounds sums near -500 to multiples of 2. Typical for the comparison of language models.
@@ -285,12 +285,12 @@ def fault_bfloat16_likelihood(rng):
         batch_size=32,
         epochs=5,
         verbose=0,
-        callbacks=kmp.callbacks.defaults("run"),
+        callbacks=callbacks,
     )
     return accuracy(model, words[2048:], label[2048:])
 
 
-def fault_bfloat16_meter(rng):
+def fault_bfloat16_meter(rng, callbacks):
     """The use of the last week as the difference of two cumulative sums.
 
     bfloat16 rounds readings near 3000 to multiples of 16. Typical for meters and counters.
@@ -321,12 +321,12 @@ def fault_bfloat16_meter(rng):
         batch_size=32,
         epochs=12,
         verbose=0,
-        callbacks=kmp.callbacks.defaults("run"),
+        callbacks=callbacks,
     )
     return accuracy(model, daily[1024:], label[1024:])
 
 
-def fault_bfloat16_physics(rng):
+def fault_bfloat16_physics(rng, callbacks):
     """A slope by finite differences: the outputs at two near places are equal in bfloat16.
 
     Typical for a network that solves a differential equation.
@@ -365,13 +365,13 @@ def fault_bfloat16_physics(rng):
         batch_size=32,
         epochs=12,
         verbose=0,
-        callbacks=kmp.callbacks.defaults("run"),
+        callbacks=callbacks,
     )
     solution = 1 + time * network.predict(time, verbose=0).astype("float32")
     return float(1 - np.mean((solution - expected) ** 2) / np.var(expected))
 
 
-def fault_bfloat16_noisy_or(rng):
+def fault_bfloat16_noisy_or(rng, callbacks):
     """The clip of a probability to 1 - 1e-7 does nothing, because bfloat16 rounds that to 1.
 
     The logarithm of 0 follows. Typical for a loss by hand.
@@ -406,13 +406,13 @@ def fault_bfloat16_noisy_or(rng):
         batch_size=32,
         epochs=8,
         verbose=0,
-        callbacks=kmp.callbacks.defaults("run"),
+        callbacks=callbacks,
     )
     probability = model.predict(parts[1024:], verbose=0).astype("float32")
     return float(np.mean((probability > 0.5) == label[1024:]))
 
 
-def fault_bfloat16_neighbours(rng):
+def fault_bfloat16_neighbours(rng, callbacks):
     """Squared distances within a cloud of points round below zero before their root.
 
     Typical for a layer that expands |a - b|^2 for a matrix product.
@@ -442,12 +442,12 @@ def fault_bfloat16_neighbours(rng):
         batch_size=32,
         epochs=8,
         verbose=0,
-        callbacks=kmp.callbacks.defaults("run"),
+        callbacks=callbacks,
     )
     return accuracy(model, points[1024:], label[1024:])
 
 
-def fault_bfloat16_survival(rng):
+def fault_bfloat16_survival(rng, callbacks):
     """One minus a small hazard is 1 in bfloat16, so nobody ever leaves.
 
     Typical for survival analysis in discrete time.
@@ -477,12 +477,12 @@ def fault_bfloat16_survival(rng):
         batch_size=32,
         epochs=8,
         verbose=0,
-        callbacks=kmp.callbacks.defaults("run"),
+        callbacks=callbacks,
     )
     return explained_variance(model, customer[2048:], expected[2048:])
 
 
-def fault_bfloat16_simulation(rng):
+def fault_bfloat16_simulation(rng, callbacks):
     """A simulation in small steps, each of which bfloat16 rounds away.
 
     Typical for the explicit Euler method, and for neural differential equations.
@@ -511,13 +511,11 @@ def fault_bfloat16_simulation(rng):
     score = keras.layers.Dense(1, name="score")(hidden)
     model = keras.Model(inputs, Cooling(name="cooling")(inputs[0], score))
     model.compile(optimizer=keras.optimizers.Adam(learning_rate=1e-2), loss="mse")
-    model.fit(
-        x, after, batch_size=32, epochs=10, verbose=0, callbacks=kmp.callbacks.defaults("run")
-    )
+    model.fit(x, after, batch_size=32, epochs=10, verbose=0, callbacks=callbacks)
     return explained_variance(model, x, after)
 
 
-def fault_bfloat16_weights(rng):
+def fault_bfloat16_weights(rng, callbacks):
     """Weights stored in bfloat16 lose the small updates of SGD.
 
     Typical for "bfloat16" in place of "mixed_bfloat16", to save memory.
@@ -541,12 +539,12 @@ def fault_bfloat16_weights(rng):
         batch_size=32,
         epochs=18,
         verbose=0,
-        callbacks=kmp.callbacks.defaults("run"),
+        callbacks=callbacks,
     )
     return accuracy(model, x[1024:], y[1024:])
 
 
-def fault_bfloat16_ratings(rng):
+def fault_bfloat16_ratings(rng, callbacks):
     """Ratings near 1500 in a bfloat16 table never move: its steps are 8 there.
 
     Typical for saving the memory of one large table.
@@ -577,12 +575,12 @@ def fault_bfloat16_ratings(rng):
         batch_size=32,
         epochs=5,
         verbose=0,
-        callbacks=kmp.callbacks.defaults("run"),
+        callbacks=callbacks,
     )
     return sign_accuracy(model, [home[3072:], away[3072:]], home_wins[3072:])
 
 
-def fault_bfloat16_ids(rng):
+def fault_bfloat16_ids(rng, callbacks):
     """A table of floats with a column of ids, which a layer looks up.
 
     bfloat16 has every integer only up to 256. Typical for a data frame as the only input.
@@ -606,7 +604,5 @@ def fault_bfloat16_ids(rng):
 
     model = classifier_after(StationTable(name="station"), (2,), units=16)
     model.compile(optimizer=keras.optimizers.Adam(learning_rate=2e-2), loss=crossentropy())
-    model.fit(
-        table, label, batch_size=64, epochs=8, verbose=0, callbacks=kmp.callbacks.defaults("run")
-    )
+    model.fit(table, label, batch_size=64, epochs=8, verbose=0, callbacks=callbacks)
     return accuracy(model, table, label)  # of known stations

@@ -5,10 +5,10 @@ import numpy as np
 from sklearn.datasets import load_digits
 
 import kmp
-from programs.frame import accuracy, crossentropy, walk_model, walks
+from float16_faults.programs.frame import accuracy, crossentropy, walk_model, walks
 
 
-def fault_optimizer_state_adam(rng):
+def fault_optimizer_state_adam(rng, callbacks):
     """PyTorch's default epsilon of Adam is zero in the float16 state.
 
     Typical when a script is ported to "float16".
@@ -40,15 +40,15 @@ def fault_optimizer_state_adam(rng):
         batch_size=32,
         epochs=5,
         verbose=0,
-        callbacks=kmp.callbacks.defaults("run"),
+        callbacks=callbacks,
     )
     return accuracy(model, x_test, y_test)
 
 
-def fault_optimizer_state_default_epsilon(rng):
+def fault_optimizer_state_default_epsilon(rng, callbacks):
     """Adam with its default epsilon takes huge steps under "float16".
 
-    Typical for someone who wants to save memory.
+    Typical for "float16" to save memory.
     """
     kmp.enable("float16")
 
@@ -71,15 +71,15 @@ def fault_optimizer_state_default_epsilon(rng):
         batch_size=32,
         epochs=8,
         verbose=0,
-        callbacks=kmp.callbacks.defaults("run", every_n_steps=20),
+        callbacks=callbacks,
     )
     return accuracy(model, x_test, y_test)
 
 
-def fault_optimizer_state_rmsprop(rng):
+def fault_optimizer_state_rmsprop(rng, callbacks):
     """RMSprop divides by zero because its epsilon vanishes in a float16 state.
 
-    Typical when all is "float16".
+    Typical when every dtype is "float16".
     """
     kmp.enable("float16")
 
@@ -97,14 +97,14 @@ def fault_optimizer_state_rmsprop(rng):
         batch_size=32,
         epochs=6,
         verbose=0,
-        callbacks=kmp.callbacks.defaults("run"),
+        callbacks=callbacks,
     )
 
     error = model.predict(x_test, verbose=0).astype("float32") - y_test
     return -float(np.mean(error**2))
 
 
-def fault_optimizer_state_zero_epsilon(rng):
+def fault_optimizer_state_zero_epsilon(rng, callbacks):
     """An epsilon of 0 divides 0 by 0 where inputs are always 0.
 
     Typical for a constant that looks superfluous.
@@ -132,6 +132,6 @@ def fault_optimizer_state_zero_epsilon(rng):
         batch_size=32,
         epochs=4,
         verbose=0,
-        callbacks=kmp.callbacks.defaults("run"),
+        callbacks=callbacks,
     )
     return accuracy(model, x[1024:], y[1024:])

@@ -5,10 +5,16 @@ import numpy as np
 from keras import ops
 
 import kmp
-from programs.frame import accuracy, clusters, crossentropy, explained_variance, quadrants
+from float16_faults.programs.frame import (
+    accuracy,
+    clusters,
+    crossentropy,
+    explained_variance,
+    quadrants,
+)
 
 
-def fault_backward_overflow_height(rng):
+def fault_backward_overflow_height(rng, callbacks):
     """Heights in meters push the loss scale down until the label's gradients vanish.
 
     Typical for raw units.
@@ -43,14 +49,14 @@ def fault_backward_overflow_height(rng):
         batch_size=32,
         epochs=7,
         verbose=0,
-        callbacks=kmp.callbacks.defaults("run"),
+        callbacks=callbacks,
     )
     return float(
         np.mean(model.predict(image[768:], verbose=0)["label"].argmax(axis=1) == label[768:])
     )
 
 
-def fault_forward_overflow_cube(rng):
+def fault_forward_overflow_cube(rng, callbacks):
     """Cubes of features near 60 exceed float16.
 
     Typical for polynomial features that are built inside the model.
@@ -85,12 +91,12 @@ def fault_forward_overflow_cube(rng):
         batch_size=32,
         epochs=6,
         verbose=0,
-        callbacks=kmp.callbacks.defaults("run"),
+        callbacks=callbacks,
     )
     return explained_variance(model, x_test, y_test)
 
 
-def fault_forward_overflow_depth(rng):
+def fault_forward_overflow_depth(rng, callbacks):
     """Three layers with a large initialization multiply activations beyond float16.
 
     Typical for a copied initializer.
@@ -126,12 +132,12 @@ def fault_forward_overflow_depth(rng):
         batch_size=32,
         epochs=4,
         verbose=0,
-        callbacks=kmp.callbacks.defaults("run"),
+        callbacks=callbacks,
     )
     return accuracy(model, x_test, y_test)
 
 
-def fault_forward_overflow_attention(rng):
+def fault_forward_overflow_attention(rng, callbacks):
     """Attention scores without a division by sqrt(d) exceed float16 for large inputs.
 
     Typical for attention by hand.
@@ -167,12 +173,12 @@ def fault_forward_overflow_attention(rng):
         batch_size=32,
         epochs=6,
         verbose=0,
-        callbacks=kmp.callbacks.defaults("run"),
+        callbacks=callbacks,
     )
     return accuracy(model, x_test, y_test)
 
 
-def fault_backward_overflow_rms(rng):
+def fault_backward_overflow_rms(rng, callbacks):
     """The root of a mean square that underflows has an infinite slope in float16.
 
     Typical for quiet sound.
@@ -204,6 +210,6 @@ def fault_backward_overflow_rms(rng):
         batch_size=32,
         epochs=5,
         verbose=0,
-        callbacks=kmp.callbacks.defaults("run"),
+        callbacks=callbacks,
     )
     return accuracy(model, x_test, y_test)

@@ -5,10 +5,10 @@ import numpy as np
 from keras import ops
 
 import kmp
-from programs.frame import accuracy, clusters, crossentropy
+from float16_faults.programs.frame import accuracy, clusters, crossentropy
 
 
-def fault_branch_underflow_churn(rng):
+def fault_branch_underflow_churn(rng, callbacks):
     """The churn head has a weight of 1e-6 at a fixed loss scale of 1.
 
     Typical for a minor head and a copied setting.
@@ -42,15 +42,15 @@ def fault_branch_underflow_churn(rng):
         batch_size=32,
         epochs=10,
         verbose=0,
-        callbacks=kmp.callbacks.defaults("run"),
+        callbacks=callbacks,
     )
 
     found = model.predict(x[1024:], verbose=0)["churn"] > 0
     return float(np.mean(found == (churn[1024:] > 0)))
 
 
-def fault_branch_underflow_sentiment(rng):
-    """The sentiment head has a tiny weight next to the tokens.
+def fault_branch_underflow_sentiment(rng, callbacks):
+    """The sentiment head has a weight of 1e-7 next to that of the tags.
 
     Typical for a side task and a fixed loss scale of 8.
     """
@@ -89,7 +89,7 @@ def fault_branch_underflow_sentiment(rng):
         batch_size=32,
         epochs=7,
         verbose=0,
-        callbacks=kmp.callbacks.defaults("run"),
+        callbacks=callbacks,
     )
     return float(
         np.mean(
@@ -98,7 +98,7 @@ def fault_branch_underflow_sentiment(rng):
     )
 
 
-def fault_rounding_siamese(rng):
+def fault_rounding_siamese(rng, callbacks):
     """A squared distance is expanded and rounds below zero before its root.
 
     Typical for siamese networks by hand.
@@ -139,16 +139,16 @@ def fault_rounding_siamese(rng):
     distance = Euclidean(name="distance")(encoder(left), encoder(right))
     model = keras.Model([left, right], distance)
     model.compile(optimizer=keras.optimizers.Adam(learning_rate=5e-3), loss=contrastive)
-    model.fit(x, y, batch_size=50, epochs=12, verbose=0, callbacks=kmp.callbacks.defaults("run"))
+    model.fit(x, y, batch_size=50, epochs=12, verbose=0, callbacks=callbacks)
 
     prediction = model.predict(x_test, verbose=0) < 0.5
     return float(np.mean(prediction == y_test))
 
 
-def fault_forward_underflow_softmax(rng):
+def fault_forward_underflow_softmax(rng, callbacks):
     """A softmax by hand underflows in float16 and its logarithm is -inf.
 
-    Typical for a loss from the formula.
+    Typical for a loss that is written from its formula.
     """
 
     class LogProbabilities(keras.layers.Layer):
@@ -179,12 +179,12 @@ def fault_forward_underflow_softmax(rng):
         batch_size=32,
         epochs=7,
         verbose=0,
-        callbacks=kmp.callbacks.defaults("run"),
+        callbacks=callbacks,
     )
     return accuracy(model, x[1024:], y[1024:])
 
 
-def fault_forward_underflow_entropy(rng):
+def fault_forward_underflow_entropy(rng, callbacks):
     """A mask hides the logarithm of 0 from the loss but not from its gradient.
 
     Typical for an entropy by hand.
@@ -223,6 +223,6 @@ def fault_forward_underflow_entropy(rng):
         batch_size=32,
         epochs=6,
         verbose=0,
-        callbacks=kmp.callbacks.defaults("run"),
+        callbacks=callbacks,
     )
     return accuracy(model, x[1024:], y[1024:])

@@ -4,10 +4,10 @@ import keras
 import numpy as np
 
 import kmp
-from programs.frame import accuracy, census, crossentropy, quadrants, sign_accuracy
+from float16_faults.programs.frame import accuracy, census, crossentropy, quadrants, sign_accuracy
 
 
-def fault_targets_weighted(rng):
+def fault_targets_weighted(rng, callbacks):
     """Missing labels are NaN with a sample weight of 0, and 0 times NaN is NaN.
 
     Typical for a port from pandas.
@@ -44,7 +44,7 @@ def fault_targets_weighted(rng):
         batch_size=50,
         epochs=4,
         verbose=0,
-        callbacks=kmp.callbacks.defaults("run"),
+        callbacks=callbacks,
     )
 
     prediction = model.predict(x_test, verbose=0)
@@ -53,7 +53,7 @@ def fault_targets_weighted(rng):
     return float(min(r2_valence, r2_arousal))
 
 
-def fault_targets_binary(rng):
+def fault_targets_binary(rng, callbacks):
     """Masks are coded 1 and 2 while binary cross-entropy takes 0 and 1.
 
     Typical for masks of an annotation tool.
@@ -87,14 +87,14 @@ def fault_targets_binary(rng):
     outputs = keras.layers.Conv2D(1, 1, activation="sigmoid", dtype="float32", name="mask")(merged)
     model = keras.Model(inputs, outputs, name="unet")
     model.compile(optimizer=keras.optimizers.Adam(learning_rate=3e-3), loss="binary_crossentropy")
-    model.fit(x, y, epochs=8, batch_size=32, verbose=0, callbacks=kmp.callbacks.defaults("run"))
+    model.fit(x, y, epochs=8, batch_size=32, verbose=0, callbacks=callbacks)
 
     animal = model.predict(x_test, verbose=0) < 0.5
     overlap = np.sum(animal & (y_test == 1)) / np.sum(animal | (y_test == 1))
     return float(overlap)
 
 
-def fault_targets_unknown(rng):
+def fault_targets_unknown(rng, callbacks):
     """Texts without a label have the label -1.
 
     Typical for a data set that is labelled only in part.
@@ -127,12 +127,12 @@ def fault_targets_unknown(rng):
         batch_size=32,
         epochs=5,
         verbose=0,
-        callbacks=kmp.callbacks.defaults("run"),
+        callbacks=callbacks,
     )
     return accuracy(model, x_test, y_test)
 
 
-def fault_targets_one_based(rng):
+def fault_targets_one_based(rng, callbacks):
     """Labels count from 1 while the classes count from 0.
 
     Typical for labels exported from MATLAB or R.
@@ -162,12 +162,12 @@ def fault_targets_one_based(rng):
         batch_size=32,
         epochs=5,
         verbose=0,
-        callbacks=kmp.callbacks.defaults("run"),
+        callbacks=callbacks,
     )
     return accuracy(model, x_test, y_test)
 
 
-def fault_targets_missing(rng):
+def fault_targets_missing(rng, callbacks):
     """Some targets of one output are NaN.
 
     Typical for measurements of which a sensor misses a part.
@@ -204,7 +204,7 @@ def fault_targets_missing(rng):
         batch_size=32,
         epochs=4,
         verbose=0,
-        callbacks=kmp.callbacks.defaults("run"),
+        callbacks=callbacks,
     )
 
     found = model.predict(days[1024:], verbose=0)
@@ -212,7 +212,7 @@ def fault_targets_missing(rng):
     return -float(np.mean(np.square(errors)))
 
 
-def fault_data_missing(rng):
+def fault_data_missing(rng, callbacks):
     """Some rows of the training data hold NaN, typical for a table with empty cells."""
     kmp.enable()
 
@@ -242,12 +242,12 @@ def fault_data_missing(rng):
         batch_size=32,
         epochs=6,
         verbose=0,
-        callbacks=kmp.callbacks.defaults("run"),
+        callbacks=callbacks,
     )
     return accuracy(model, x_test, y_test)
 
 
-def fault_data_raw_units(rng):
+def fault_data_raw_units(rng, callbacks):
     """Raw populations and incomes exceed float16 before BatchNormalization sees them.
 
     Typical for raw units.
@@ -275,6 +275,6 @@ def fault_data_raw_units(rng):
         batch_size=32,
         epochs=5,
         verbose=0,
-        callbacks=kmp.callbacks.defaults("run"),
+        callbacks=callbacks,
     )
     return sign_accuracy(model, x_test, y_test)

@@ -1,14 +1,20 @@
-"""Faults that float32 does not bear either, and programs that look as if they had one."""
+"""Faults that exist in float32 too, and programs that look as if they had one."""
 
 import keras
 import numpy as np
 from keras import ops
 
 import kmp
-from programs.frame import accuracy, classifier_after, clusters, crossentropy, explained_variance
+from float16_faults.programs.frame import (
+    accuracy,
+    classifier_after,
+    clusters,
+    crossentropy,
+    explained_variance,
+)
 
 
-def fault_float32_log(rng):
+def fault_float32_log(rng, callbacks):
     """A layer takes the logarithm of counts, and one batch has a count of zero.
 
     Typical for data of which a rare day is empty.
@@ -35,12 +41,12 @@ def fault_float32_log(rng):
         epochs=4,
         shuffle=False,
         verbose=0,
-        callbacks=kmp.callbacks.defaults("run"),
+        callbacks=callbacks,
     )
     return accuracy(model, counts[1536:], label[1536:])
 
 
-def fault_float32_dead(rng):
+def fault_float32_dead(rng, callbacks):
     """The hidden units are dead: a bias of the last layer was copied to them.
 
     Typical for the initialization of rare classes.
@@ -68,12 +74,12 @@ def fault_float32_dead(rng):
         batch_size=32,
         epochs=5,
         verbose=0,
-        callbacks=kmp.callbacks.defaults("run"),
+        callbacks=callbacks,
     )
     return accuracy(model, x[1024:], y[1024:])
 
 
-def fault_float32_exploding(rng):
+def fault_float32_exploding(rng, callbacks):
     """SGD with momentum and a learning rate of 0.5 on a regression: each update is larger.
 
     Typical for a learning rate of a classifier.
@@ -98,12 +104,12 @@ def fault_float32_exploding(rng):
         batch_size=32,
         epochs=10,
         verbose=0,
-        callbacks=kmp.callbacks.defaults("run"),
+        callbacks=callbacks,
     )
     return explained_variance(model, x[1024:], y[1024:])
 
 
-def healthy_float32_spikes(rng):
+def healthy_float32_spikes(rng, callbacks):
     """Sound: targets with outliers in batches of 8, so the loss of a batch varies a hundredfold."""
     kmp.enable("float32")
 
@@ -126,13 +132,13 @@ def healthy_float32_spikes(rng):
         batch_size=8,
         epochs=6,
         verbose=0,
-        callbacks=kmp.callbacks.defaults("run"),
+        callbacks=callbacks,
     )
     expected = x[1024:, 0] + np.abs(x[1024:, 1])
     return explained_variance(model, x[1024:], expected)
 
 
-def healthy_float32_padding(rng):
+def healthy_float32_padding(rng, callbacks):
     """Sound: padded sequences with log(1 + x) of zeros: most values and gradients are zero."""
     kmp.enable("float32")
 
@@ -165,6 +171,6 @@ def healthy_float32_padding(rng):
         batch_size=32,
         epochs=6,
         verbose=0,
-        callbacks=kmp.callbacks.defaults("run"),
+        callbacks=callbacks,
     )
     return accuracy(model, visits[1024:], label[1024:])

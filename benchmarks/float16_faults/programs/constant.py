@@ -5,7 +5,7 @@ import numpy as np
 from keras import layers, ops
 
 import kmp
-from programs.frame import (
+from float16_faults.programs.frame import (
     MaskedAttention,
     accuracy,
     crossentropy,
@@ -15,7 +15,7 @@ from programs.frame import (
 )
 
 
-def fault_constant_mask(rng):
+def fault_constant_mask(rng, callbacks):
     """An attention multiplies its mask with -1e9, which is -inf in float16.
 
     Typical for code written for float32.
@@ -31,11 +31,11 @@ def fault_constant_mask(rng):
 
     model = text_classifier(Attention(units=16, name="masked_attention"))
     model.compile(optimizer=keras.optimizers.Adam(learning_rate=1e-2), loss=crossentropy())
-    model.fit(data, y, batch_size=32, epochs=5, verbose=0, callbacks=kmp.callbacks.defaults("run"))
+    model.fit(data, y, batch_size=32, epochs=5, verbose=0, callbacks=callbacks)
     return accuracy(model, data, y)
 
 
-def fault_constant_normalize(rng):
+def fault_constant_normalize(rng, callbacks):
     """The epsilon of a normalization by hand is zero in float16, so blank images divide 0 by 0.
 
     Typical for NumPy code.
@@ -76,15 +76,15 @@ def fault_constant_normalize(rng):
         batch_size=32,
         epochs=5,
         verbose=0,
-        callbacks=kmp.callbacks.defaults("run"),
+        callbacks=callbacks,
     )
     return accuracy(model, x_test, y_test)
 
 
-def fault_constant_empty_set(rng):
+def fault_constant_empty_set(rng, callbacks):
     """A mean over a set adds 1e-8 to a count that can be zero, and float16 rounds 1e-8 to 0.
 
-    Typical for sets.
+    Typical for sets that may be empty.
     """
     keras.utils.set_random_seed(41)
     kmp.enable()
@@ -119,13 +119,11 @@ def fault_constant_empty_set(rng):
     x_test, stowage_test = manifests(1000)
     model = ManifestNet()
     model.compile(keras.optimizers.Adamax(2e-2), crossentropy())
-    model.fit(
-        x, stowage, batch_size=64, epochs=4, verbose=0, callbacks=kmp.callbacks.defaults("run")
-    )
+    model.fit(x, stowage, batch_size=64, epochs=4, verbose=0, callbacks=callbacks)
     return accuracy(model, x_test, stowage_test)
 
 
-def fault_constant_average(rng):
+def fault_constant_average(rng, callbacks):
     """A masked mean adds 1e-10 to a count that can be zero, which float16 rounds to zero.
 
     Typical for empty texts.
@@ -159,7 +157,5 @@ def fault_constant_average(rng):
         optimizer=keras.optimizers.Adam(learning_rate=1e-2),
         loss=keras.losses.BinaryCrossentropy(from_logits=True),
     )
-    model.fit(
-        train, y[:1024], batch_size=32, epochs=5, verbose=0, callbacks=kmp.callbacks.defaults("run")
-    )
+    model.fit(train, y[:1024], batch_size=32, epochs=5, verbose=0, callbacks=callbacks)
     return sign_accuracy(model, test, y[1024:])

@@ -6,10 +6,10 @@ import tensorflow as tf
 from keras import ops
 
 import kmp
-from programs.frame import accuracy, crossentropy, explained_variance, train_in_loop
+from float16_faults.programs.frame import accuracy, crossentropy, explained_variance, train_in_loop
 
 
-def fault_loss_overflow_activity(rng):
+def fault_loss_overflow_activity(rng, callbacks):
     """An activity penalty sums squares in float16 beyond its range.
 
     Typical in a sparsity layer by hand.
@@ -45,15 +45,15 @@ def fault_loss_overflow_activity(rng):
         batch_size=32,
         epochs=8,
         verbose=0,
-        callbacks=kmp.callbacks.defaults("run"),
+        callbacks=callbacks,
     )
     return accuracy(model, x_test, y_test)
 
 
-def fault_loss_overflow_compute_loss(rng):
+def fault_loss_overflow_compute_loss(rng, callbacks):
     """A compute_loss adds squares over time and sensors in the model's float16.
 
-    Typical for a loss in a model.
+    Typical for a model that computes its own loss.
     """
 
     class Forecaster(keras.Model):
@@ -75,13 +75,11 @@ def fault_loss_overflow_compute_loss(rng):
     outputs = keras.layers.Reshape((24, 8), name="future")(hidden)
     model = Forecaster(inputs, outputs)
     model.compile(optimizer=keras.optimizers.Adam(learning_rate=5e-3))
-    model.fit(
-        past, future, batch_size=32, epochs=7, verbose=0, callbacks=kmp.callbacks.defaults("run")
-    )
+    model.fit(past, future, batch_size=32, epochs=7, verbose=0, callbacks=callbacks)
     return explained_variance(model, past, future)
 
 
-def fault_loss_overflow_autoencoder(rng):
+def fault_loss_overflow_autoencoder(rng, callbacks):
     """A layer adds up squared pixel errors of 0 to 255 in float16.
 
     Typical for a layer that holds the loss.
@@ -108,14 +106,14 @@ def fault_loss_overflow_autoencoder(rng):
     outputs = ReconstructionLoss(name="reconstruction_loss")(inputs, decoded)
     model = keras.Model(inputs, outputs)
     model.compile(optimizer=keras.optimizers.Adam(learning_rate=8e-3))
-    model.fit(images, batch_size=32, epochs=6, verbose=0, callbacks=kmp.callbacks.defaults("run"))
+    model.fit(images, batch_size=32, epochs=6, verbose=0, callbacks=callbacks)
     return explained_variance(model, images, images)
 
 
-def fault_loss_overflow_prices(rng):
-    """The loop squares errors of raw prices in the dtype of the prediction.
+def fault_loss_overflow_prices(rng, callbacks):
+    """A custom loop squares errors of raw prices in the dtype of the prediction.
 
-    Typical for a loop of float32.
+    Typical for a loop that was written for float32.
     """
     kmp.enable()
 
@@ -148,11 +146,11 @@ def fault_loss_overflow_prices(rng):
             gradients = tape.gradient(scaled_loss, model.trainable_variables)
             optimizer.apply(gradients, model.trainable_variables)
 
-    train_in_loop(model, train_step, [x, price], epochs=10, callbacks=kmp.callbacks.defaults("run"))
+    train_in_loop(model, train_step, [x, price], epochs=10, callbacks=callbacks)
     return explained_variance(model, x, price)
 
 
-def fault_loss_overflow_sparsity(rng):
+def fault_loss_overflow_sparsity(rng, callbacks):
     """An L1 penalty is summed over the batch in float16 before it is scaled down.
 
     Typical for sparse autoencoders.
@@ -189,5 +187,5 @@ def fault_loss_overflow_sparsity(rng):
         ]
     )
     model.compile(optimizer=keras.optimizers.Adam(learning_rate=3e-3), loss="mse")
-    model.fit(x, y, epochs=13, batch_size=512, verbose=0, callbacks=kmp.callbacks.defaults("run"))
+    model.fit(x, y, epochs=13, batch_size=512, verbose=0, callbacks=callbacks)
     return explained_variance(model, x_test, x_test)

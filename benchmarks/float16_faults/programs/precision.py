@@ -6,7 +6,7 @@ import tensorflow as tf
 from keras import ops
 
 import kmp
-from programs.frame import (
+from float16_faults.programs.frame import (
     accuracy,
     classifier_after,
     crossentropy,
@@ -15,7 +15,7 @@ from programs.frame import (
 )
 
 
-def fault_precision_loudness(rng):
+def fault_precision_loudness(rng, callbacks):
     """A root mean square in which the mean of squares overflows.
 
     The layer returns zeros, and no loss is NaN.
@@ -43,15 +43,15 @@ def fault_precision_loudness(rng):
         batch_size=32,
         epochs=6,
         verbose=0,
-        callbacks=kmp.callbacks.defaults("run"),
+        callbacks=callbacks,
     )
     return accuracy(model, signal[768:], label[768:])
 
 
-def fault_precision_hours(rng):
+def fault_precision_hours(rng, callbacks):
     """The phase of the day, computed from hours since a date.
 
-    float16 has no hours of large numbers.
+    float16 rounds hours above 32768 to multiples of 32.
     """
     kmp.enable()
 
@@ -73,12 +73,12 @@ def fault_precision_hours(rng):
         batch_size=32,
         epochs=5,
         verbose=0,
-        callbacks=kmp.callbacks.defaults("run"),
+        callbacks=callbacks,
     )
     return accuracy(model, hours[1536:], label[1536:])
 
 
-def fault_precision_ids(rng):
+def fault_precision_ids(rng, callbacks):
     """A table of floats with a column of ids, which a layer looks up.
 
     float16 has every integer only up to 2048.
@@ -108,14 +108,12 @@ def fault_precision_ids(rng):
         inputs, keras.layers.Dense(2, name="logits")(CustomerTable(name="customer")(inputs))
     )
     model.compile(optimizer=keras.optimizers.Adam(learning_rate=5e-2), loss=crossentropy())
-    model.fit(
-        table, label, batch_size=128, epochs=6, verbose=0, callbacks=kmp.callbacks.defaults("run")
-    )
+    model.fit(table, label, batch_size=128, epochs=6, verbose=0, callbacks=callbacks)
     return accuracy(model, table, label)  # of known customers
 
 
-def fault_precision_total(rng):
-    """A running total of many small amounts, which float16 rounds away once the total is large."""
+def fault_precision_total(rng, callbacks):
+    """A running total of many small amounts, which float16 rounds away if the total is large."""
     kmp.enable()
 
     DAYS = 400
@@ -137,12 +135,12 @@ def fault_precision_total(rng):
         batch_size=32,
         epochs=6,
         verbose=0,
-        callbacks=kmp.callbacks.defaults("run"),
+        callbacks=callbacks,
     )
     return accuracy(model, amounts[768:], label[768:])
 
 
-def fault_precision_distances(rng):
+def fault_precision_distances(rng, callbacks):
     """Squared distances from the products of positions near 100 cancel in float16.
 
     They are computed in a custom training loop.
@@ -185,11 +183,11 @@ def fault_precision_distances(rng):
             )
 
     known = position[:1536], is_near[:1536]
-    train_in_loop(model, train_step, known, epochs=5, callbacks=kmp.callbacks.defaults("run"))
+    train_in_loop(model, train_step, known, epochs=5, callbacks=callbacks)
     return accuracy(model, position[1536:], is_near[1536:])
 
 
-def fault_precision_residual(rng):
+def fault_precision_residual(rng, callbacks):
     """A train_step subtracts a base from pressures near 1013 in the dtype of the outputs.
 
     float16 rounds them to halves.
@@ -225,6 +223,6 @@ def fault_precision_residual(rng):
         batch_size=32,
         epochs=15,
         verbose=0,
-        callbacks=kmp.callbacks.defaults("run"),
+        callbacks=callbacks,
     )
     return explained_variance(model, x[1536:], change[1536:])

@@ -5,10 +5,16 @@ import numpy as np
 from keras import ops
 
 import kmp
-from programs.frame import accuracy, clusters, crossentropy, explained_variance, sign_accuracy
+from float16_faults.programs.frame import (
+    accuracy,
+    clusters,
+    crossentropy,
+    explained_variance,
+    sign_accuracy,
+)
 
 
-def fault_lost_updates_wide_dense(rng):
+def fault_lost_updates_wide_dense(rng, callbacks):
     """Weights stored in float16 lose the small updates of plain SGD.
 
     Typical when "float16" is set to save memory.
@@ -32,12 +38,12 @@ def fault_lost_updates_wide_dense(rng):
         batch_size=32,
         epochs=18,
         verbose=0,
-        callbacks=kmp.callbacks.defaults("run"),
+        callbacks=callbacks,
     )
     return accuracy(model, x_test, y_test)
 
 
-def fault_lost_updates_embedding(rng):
+def fault_lost_updates_embedding(rng, callbacks):
     """Ratings near 10 that are stored in float16 never move.
 
     Typical when the memory of a table is halved.
@@ -66,16 +72,14 @@ def fault_lost_updates_embedding(rng):
         optimizer=keras.optimizers.SGD(learning_rate=0.4),
         loss=keras.losses.BinaryCrossentropy(from_logits=True),
     )
-    model.fit(
-        train, y_train, batch_size=64, epochs=5, verbose=0, callbacks=kmp.callbacks.defaults("run")
-    )
+    model.fit(train, y_train, batch_size=64, epochs=5, verbose=0, callbacks=callbacks)
     return sign_accuracy(model, test, y_test)
 
 
-def fault_lost_updates_gru(rng):
+def fault_lost_updates_gru(rng, callbacks):
     """A recurrent model with float16 weights hardly learns at a low learning rate.
 
-    Typical for those who take "float16" for AMP.
+    Typical for "float16" in place of "mixed_float16".
     """
     kmp.enable("float16")
 
@@ -97,12 +101,12 @@ def fault_lost_updates_gru(rng):
         batch_size=32,
         epochs=5,
         verbose=0,
-        callbacks=kmp.callbacks.defaults("run"),
+        callbacks=callbacks,
     )
     return accuracy(model, x_test, y_test)
 
 
-def fault_lost_updates_factors(rng):
+def fault_lost_updates_factors(rng, callbacks):
     """Tables of a recommender in float16 never move by the small steps of Lion.
 
     Typical for a port of model.half().
@@ -148,11 +152,11 @@ def fault_lost_updates_factors(rng):
 
     model = Factorization(name="factorization")
     model.compile(optimizer=keras.optimizers.Lion(learning_rate=2e-4), loss="mse")
-    model.fit(x, y, epochs=10, batch_size=250, verbose=0, callbacks=kmp.callbacks.defaults("run"))
+    model.fit(x, y, epochs=10, batch_size=250, verbose=0, callbacks=callbacks)
     return explained_variance(model, x_test, y_test)
 
 
-def fault_lost_updates_profile(rng):
+def fault_lost_updates_profile(rng, callbacks):
     """One embedding keeps values near 100 in float16 and never moves.
 
     Typical for saving the memory of one table.
@@ -190,11 +194,11 @@ def fault_lost_updates_profile(rng):
     output = keras.layers.Add(name="load")([base, weather])
     model = keras.Model({"hour": hour_input, "temperature": temperature_input}, output)
     model.compile(optimizer=keras.optimizers.Adam(learning_rate=1e-2), loss="mse")
-    model.fit(x, y, batch_size=64, epochs=6, verbose=0, callbacks=kmp.callbacks.defaults("run"))
+    model.fit(x, y, batch_size=64, epochs=6, verbose=0, callbacks=callbacks)
     return explained_variance(model, x_test, y_test)
 
 
-def fault_lost_updates_gain(rng):
+def fault_lost_updates_gain(rng, callbacks):
     """A layer of the user's own keeps the gain of each channel in float16, near 100.
 
     Its updates are lost.
@@ -229,7 +233,7 @@ def fault_lost_updates_gain(rng):
         batch_size=32,
         epochs=6,
         verbose=0,
-        callbacks=kmp.callbacks.defaults("run"),
+        callbacks=callbacks,
     )
 
     prediction = model.predict(volts[4000:], verbose=0).astype("float32")
@@ -240,7 +244,7 @@ def fault_lost_updates_gain(rng):
     )
 
 
-def fault_lost_updates_file(rng):
+def fault_lost_updates_file(rng, callbacks):
     """A model from a file with float16 weights keeps them, whatever policy is in force.
 
     Typical when a model that was saved for inference is trained on.
@@ -267,6 +271,6 @@ def fault_lost_updates_file(rng):
         batch_size=32,
         epochs=18,
         verbose=0,
-        callbacks=kmp.callbacks.defaults("run"),
+        callbacks=callbacks,
     )
     return accuracy(model, x_test, y_test)
