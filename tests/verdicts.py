@@ -4,9 +4,6 @@ from float16_faults.truth import HEALTHY_FLOAT16
 
 VERDICTS: dict[str, str] = {
     **dict.fromkeys(HEALTHY_FLOAT16, "float16 does not hurt this run: "),
-    "healthy_custom_loop": (
-        "It is not known whether float16 hurts this run. Not measured: how far gradients are"
-    ),
     "healthy_bfloat16": "bfloat16 does not hurt this run: ",
     "healthy_float32_attention": "Nothing is wrong with this float32 run that kmp can see: ",
 }

@@ -32,14 +32,24 @@ def main(arguments: list[str] | None = None) -> None:
 
     # After the arguments, because TensorFlow takes seconds.
     from float16_faults.all_programs import run_all
+    from float16_faults.scoring import outcomes_in
     from float16_faults.tools import tool_of
 
     try:
         tool = tool_of(options.tool)
         programs = _selected(options.only)
+        has_others = options.only and options.json
+        others = outcomes_in(options.json, options.tool) if has_others else {}
     except ValueError as error:
         parser.error(str(error))
-    run_all(options.tool, tool.uses_kmp, programs, options.processes, options.json)
+    run_all(
+        options.tool,
+        tool.uses_kmp,
+        programs,
+        options.processes,
+        options.json,
+        others,
+    )
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -68,7 +78,12 @@ def _parser() -> argparse.ArgumentParser:
         metavar="N",
         help="how many programs run at a time (2)",
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="where to write the results")
+    parser.add_argument(
+        "--json",
+        type=Path,
+        metavar="FILE",
+        help="where to write the results; with --only, those of other programs stay",
+    )
     return parser
 
 

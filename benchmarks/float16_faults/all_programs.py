@@ -4,8 +4,9 @@ import datetime
 import multiprocessing
 import tempfile
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import replace
 from pathlib import Path
 
 import keras
@@ -27,7 +28,12 @@ from float16_faults.truth import FAULTS, HEALTHY
 
 
 def run_all(
-    name: str, uses_kmp: bool, programs: Sequence[str], processes: int, file: Path | None
+    name: str,
+    uses_kmp: bool,
+    programs: Sequence[str],
+    processes: int,
+    file: Path | None,
+    others: Mapping[str, Outcome],
 ) -> Results:
     """Runs a tool on programs, prints what it achieves, and returns it.
 
@@ -38,6 +44,7 @@ def run_all(
         programs: The names of the programs.
         processes: How many run at a time.
         file: Where to write the results, or `None`.
+        others: The outcomes of other programs, which go to the file too.
     """
     truth = FAULTS | HEALTHY
     left_out = [each for each in programs if truth[each].only_kmp and not uses_kmp]
@@ -46,7 +53,9 @@ def run_all(
     outcomes = _outcomes(name, [each for each in programs if each not in left_out], processes)
     results = Results(name, datetime.date.today().isoformat(), _versions(), outcomes)
     if file is not None:
-        save(results, file)
+        found = {**others, **outcomes}
+        ordered = {each: found[each] for each in truth if each in found}
+        save(replace(results, outcomes=ordered), file)
     _print_tables(results)
     return results
 

@@ -133,6 +133,20 @@ def plain_scores() -> PlainScores:
     return {name: outcome.score for name, outcome in load("none").outcomes.items()}
 
 
+def outcomes_in(file: Path, tool: str) -> dict[str, Outcome]:
+    """Returns the outcomes that a file has; none without a file.
+
+    Raises:
+        ValueError: If they are of another tool.
+    """
+    if not file.exists():
+        return {}
+    found = msgspec.json.decode(file.read_bytes(), type=Results)
+    if found.tool != tool:
+        raise ValueError(f"{file} has the results of the tool {found.tool}, not of {tool}")
+    return found.outcomes
+
+
 def save(results: Results, file: Path) -> None:
     """Writes results as indented JSON."""
     text = msgspec.json.format(msgspec.json.encode(results), indent=1)

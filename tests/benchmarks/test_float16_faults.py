@@ -1,4 +1,5 @@
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -170,6 +171,26 @@ def test_tool_is_run_on_two_programs(tool, expected, tmp_path, capsys):
     printed = capsys.readouterr().out
     assert f"| {tool} | 1 | 0 |" in printed
     assert ("kmp was developed on these programs" in printed) == (tool == "kmp")
+
+
+def test_results_of_some_programs_are_not_added_to_those_of_another_tool(tmp_path, capsys):
+    file = tmp_path / "results.json"
+    scoring.save(scoring.load("none"), file)
+    with pytest.raises(SystemExit):
+        main(["--tool", "kmp", "--only", SOUND, "--json", str(file)])
+    assert "has the results of the tool none, not of kmp" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_results_of_some_programs_are_added_to_those_of_others(tmp_path):
+    file = tmp_path / "results.json"
+    before = scoring.load("none")
+    changed = replace(before.outcomes[SOUND], score=-1.0)
+    scoring.save(replace(before, outcomes=before.outcomes | {SOUND: changed}), file)
+    main(["--tool", "none", "--only", SOUND, "--json", str(file)])
+    outcomes = scoring.outcomes_in(file, "none")
+    assert list(outcomes) == list(before.outcomes)
+    assert outcomes[SOUND].score > 0
 
 
 @pytest.mark.slow
