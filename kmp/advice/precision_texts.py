@@ -39,43 +39,30 @@ def _(cause: UnscaledLoss, run: RunMetrics) -> Text:
     )
 
 
-_CHANGES = {
-    "clipped": (
-        "{step} clips gradients while they are multiplied by the loss scale, and the optimizer then"
-        " divides the clipped ones by it.",
-        "clip what {optimizer}.unscale(gradients) returns, and pass that to {optimizer}.apply; or"
-        " let the optimizer clip, with its clipnorm",
-    ),
-    "divided": (
-        "{step} divides the gradients by the loss scale, and `apply` divides them again.",
-        "or leave out the division, or let {optimizer}.unscale(gradients) divide: after that"
-        " `apply` does not",
-    ),
-    "reduced": (
-        "{step} makes the gradients smaller while they are multiplied by the loss scale, and the"
-        " optimizer then divides them by it.",
-        "change what {optimizer}.unscale(gradients) returns, and pass that to {optimizer}.apply",
-    ),
-}
+_CLIPPED = (
+    "The training step clips gradients while they are multiplied by the loss scale, and the"
+    " optimizer then divides the clipped ones by it.",
+    "clip what self.optimizer.unscale(gradients) returns, and pass that to self.optimizer.apply; or"
+    " let the optimizer clip, with its clipnorm",
+)
+_DIVIDED = (
+    "The training step divides the gradients by the loss scale, and `apply` divides them again.",
+    "or leave out the division, or let self.optimizer.unscale(gradients) divide: after that `apply`"
+    " does not",
+)
 
 
 def _text_of_change(replay: Replay, unscaled: UnscaledGradients) -> Text:
-    title, note = _CHANGES[unscaled.change]
-    step, optimizer = "The training step", "self.optimizer"
-    evidence = (
-        f"{of_a_batch(replay)}, in float32, the gradients that the optimizer gets do not grow with"
-        " the loss scale, and"
-    )
-    if replay.loop:
-        step, optimizer = "The training loop", "optimizer"
-        evidence = "the gradients that the optimizer gets, divided by the loss scale,"
+    title, note = _CLIPPED
     times = unscaled.times
     if unscaled.change == "divided":
+        title, note = _DIVIDED
         times = replay.loss_scale  # the passes may have fewer examples, and another factor
     return Text(
-        title.format(step=step),
-        f"{evidence} are {times:,.0f} times too small",
-        note.format(optimizer=optimizer),
+        title,
+        f"{of_a_batch(replay)}, in float32, the gradients that the optimizer gets do not grow with"
+        f" the loss scale, and are {times:,.0f} times too small",
+        note,
     )
 
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 from kmp.advice.missing_replays import FLOAT32_TRAINING, missing_replays
 from kmp.advice.wording import counted, first_few
-from kmp.diagnosis import RunMetrics, soundness, thresholds
+from kmp.diagnosis import RunMetrics, loop_gradients, soundness, thresholds
 from kmp.records import Replay
 from kmp.utils.float_formats import DTYPES_16_BIT, FLOAT16
 
@@ -70,13 +70,8 @@ def _missing_in(run: RunMetrics, comparisons: list[Replay]) -> Iterator[str]:
             f"{unknown}, because only the forward pass could be replayed, without the loss", remedy
         )
         return
-    if any(replay.loop and replay.loop.reads_16_bits for replay in comparisons):
-        yield doubt(
-            "what the loss of the training loop loses, which may be computed from outputs in"
-            f" {run.format.name}",
-            "the last layer with dtype='float32', or its output cast to float32 before anything"
-            f" else; or {FLOAT32_TRAINING}",
-        )
+    if any(replay.loop for replay in comparisons):
+        yield from _of_a_loop(run, comparisons)
     measured = [replay.comparison for replay in comparisons if replay.comparison]
     if any(comparison.states is None for comparison in measured):
         yield doubt(
@@ -84,6 +79,48 @@ def _missing_in(run: RunMetrics, comparisons: list[Replay]) -> Iterator[str]:
             " because the replayed batch could not be halved or the replay took too long",
             FLOAT32_TRAINING,
         )
+
+
+def _of_a_loop(run: RunMetrics, comparisons: list[Replay]) -> Iterator[str]:
+    """Yields what the replays of a training loop do not show, which have no loss."""
+    if any(replay.loop and replay.loop.reads_16_bits for replay in comparisons):
+        yield doubt(
+            "what the loss of the training loop loses, which may be computed from outputs in"
+            f" {run.format.name}",
+            "the last layer with dtype='float32', or its output cast to float32 before anything"
+            f" else; or {FLOAT32_TRAINING}",
+        )
+    found = loop_gradients(run)
+    if found is None:
+        yield doubt(
+            "whether the gradients of the replays are those of the training loop, because no"
+            " replayed step was sampled",
+            FLOAT32_TRAINING,
+        )
+    elif found.others:
+        layers = ", ".join(map(run.describe, map(run.created_layer, found.others[:3])))
+        yield doubt(
+            f"gradients of {layers} that do not come through the outputs of the model, or that the"
+            " training loop changes",
+            FLOAT32_TRAINING,
+        )
+    elif found.is_changed:
+        yield doubt(_changed_gradients(run, found.factor), _IN_FIT)
+
+
+_IN_FIT = (
+    "gradients that optimizer.unscale returns, clipped and applied after that; or the same step as"
+    f" the `train_step` of a model in `fit`; or {FLOAT32_TRAINING}"
+)
+
+
+def _changed_gradients(run: RunMetrics, factor: float) -> str:
+    times, than = (1 / factor, "smaller") if factor < 1 else (factor, "larger")
+    return (
+        "whether the training loop scales, clips and unscales gradients in the right order: the"
+        f" optimizer gets gradients that are {times:,.0f} times {than} than those of the replay,"
+        f" and the loss scale is {run.scale:,.0f}"
+    )
 
 
 def _has_harmful_errors(replay: Replay) -> bool:

@@ -17,6 +17,7 @@ from kmp.diagnosis.cause import (
     SetArguments,
 )
 from kmp.diagnosis.causes import causes_of
+from kmp.diagnosis.loop_replays import loop_gradients
 from kmp.diagnosis.loss_scale_sweep import WhatIf, what_if
 from kmp.diagnosis.repair import Cure, cure_of
 from kmp.diagnosis.run_metrics import RunMetrics, name_of, since_last_fallback
@@ -36,6 +37,7 @@ __all__ = [
     "WhatIf",
     "causes_of",
     "cure_of",
+    "loop_gradients",
     "name_of",
     "since_last_fallback",
     "what_if",

@@ -12,7 +12,6 @@ from kmp.utils.float_formats import DTYPES_16_BIT, FLOAT16, FLOAT32
 NONE: Edits = ()
 IN_FLOAT32 = SetArguments("kmp.enable", {"policy": "'float32'"})
 APPLY_UNSCALED = (SetArguments("self.optimizer.apply", {"unscaled": "True"}),)
-APPLY_UNSCALED_IN_LOOP = (SetArguments("optimizer.apply", {"unscaled": "True"}),)
 
 
 def power(exponent: float) -> str:

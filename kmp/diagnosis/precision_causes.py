@@ -13,7 +13,6 @@ from kmp.diagnosis.cause import (
     Cause,
     Stage,
 )
-from kmp.diagnosis.loop_gradients import reduced_in_loop
 from kmp.diagnosis.run_metrics import RunMetrics
 from kmp.records import Replay
 from kmp.records.replay import (
@@ -32,7 +31,7 @@ class UnscaledLoss(Cause):
 
     Args:
         replay: The comparison that shows it.
-        unscaled: What it shows, or in a loop the samples too.
+        unscaled: What it shows.
         layers: The paths of the layers with these gradients, as a program creates them.
         origin: The layer whose backward pass changes them; empty if it is not known.
     """
@@ -49,10 +48,8 @@ class UnscaledLoss(Cause):
     def of(cls, run: RunMetrics) -> "UnscaledLoss | None":
         """Returns the cause if the run has it."""
         replay = run.last_comparison
-        if replay is None:
-            return None
-        unscaled = replay.unscaled or reduced_in_loop(run)
-        if unscaled is None or not unscaled.layers:
+        unscaled = replay.unscaled if replay else None
+        if replay is None or unscaled is None or not unscaled.layers:
             return None
         layers = [run.created_layer(layer) for layer in unscaled.layers]
         origin, location, change = "", layers[0], edits.NONE
@@ -61,7 +58,7 @@ class UnscaledLoss(Cause):
         if unscaled.change:  # it is in the training step
             location = ""
         if unscaled.change == "divided":
-            change = edits.APPLY_UNSCALED_IN_LOOP if replay.loop else edits.APPLY_UNSCALED
+            change = edits.APPLY_UNSCALED
         return cls(
             name="unscaled_loss",
             location=location,

@@ -106,16 +106,16 @@ STEADY_UPDATE = 0.9
 MAIN_PART = 0.5  # of an error of outputs, or of the results of an operation
 UNSCALED_PART = 0.1  # of a gradient that does not grow with the loss scale: found ones have 13 %
 FAITHFUL_PART = 0.5  # of a gradient that grows, if the loss is scaled at all
-# How many times smaller gradients are that a loop has clipped or divided while they were scaled, in
-# each comparison. Not seen: no recorded run has such a loop. Kept, because a mean over a few
-# batches, as in accumulation by hand, divides by less, and a loss scale of 2^15 by more.
-REDUCED_IN_LOOP = 128.0
-# How much the norms of clipped gradients differ, relatively. Not seen: no recorded run has such a
-# loop. Kept, because a clip by the norm of each variable leaves the smallest ones as they are.
-SAME_NORM = 1e-2
-# How far from the loss scale the quotient of divided gradients may be. Not seen: no recorded run
-# has such a loop. Kept, because the gradients of two batches differ.
-DIVIDED_BITS = 3.0
+# How many times larger or smaller than those of a replay the gradients of a loop's step may be.
+# Not seen: no recorded run has such a loop. Kept, because a replay has a
+# part of the examples of a batch, and a loop may divide by the number of micro-batches.
+CHANGED_IN_LOOP = 8.0
+# Of one variable, beside all. Not seen: no recorded run has such a loop. Kept, because a replay has
+# a part of the examples of a batch.
+OTHER_GRADIENTS = 4.0
+# The part of the norm of all that is worth a doubt. Not seen: no recorded run has such a loop.
+# Kept, because a few examples say little about gradients that are nothing beside others.
+PART_OF_STEP = 0.1
 
 # Powers of two.
 SPARE_BITS = 6.0  # of headroom: far more than a scale needs that grows until it overflows

@@ -50,7 +50,7 @@ def guard(optimizer: LossScaleOptimizer, *layers: keras.Layer) -> Iterator[None]
     _check_arguments(optimizer, layers)
     state = GuardedState(layers, [optimizer])
     with state.changes_recorded(), contextlib.ExitStack() as stack:
-        for capture in _captures_of(layers):
+        for capture in _captures_of(layers, optimizer):
             stack.enter_context(capture.watch_calls())
         yield
     state.restore_if_skipped()
@@ -70,9 +70,11 @@ def _check_arguments(optimizer: Any, layers: Sequence[Any]) -> None:
         raise ValueError("`guard` must be used in a replica context, as in `strategy.run(step)`.")
 
 
-def _captures_of(layers: Sequence[keras.Layer]) -> Iterator[BatchCapture]:
-    """Yields the captures of batches of models whose training step is guarded too."""
+def _captures_of(
+    layers: Sequence[keras.Layer], optimizer: LossScaleOptimizer
+) -> Iterator[BatchCapture]:
+    """Yields the captures of batches of models that this optimizer trains under callbacks."""
     for layer in layers:
         step = guarded_step_of(layer) if isinstance(layer, keras.Model) else None
-        if step and step.capture:
+        if step and step.capture and step.capture.optimizer is optimizer:
             yield step.capture

@@ -223,10 +223,6 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
     @property
     def loss_scale(self) -> Any:
         """The loss scale that `scale_loss` multiplies by: scalar float32 tensor on the device."""
-        self.step_monitor.has_read_scale = True
-        return self._applied_scale()
-
-    def _applied_scale(self) -> Any:
         return self._bounded_scale(LARGEST_APPLIED_SCALE)
 
     @tf.autograph.experimental.do_not_convert
@@ -246,7 +242,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         loss = ops.cast(loss, keras.backend.result_type(loss.dtype, "float32"))
         if not self.rule.scales_loss:
             return loss
-        return ops.multiply(loss, ops.cast(self._applied_scale(), loss.dtype))
+        return ops.multiply(loss, ops.cast(self.loss_scale, loss.dtype))
 
     @tf.autograph.experimental.do_not_convert
     def unscale(self, grads: Gradients) -> list[Any]:
@@ -270,7 +266,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         grads = list(grads)
         distribution.check_context("unscale", self.built)
         self.step_monitor.stage.check_scaled()
-        unscaled = multiply_gradients(grads, 1.0 / self._applied_scale())
+        unscaled = multiply_gradients(grads, 1.0 / self.loss_scale)
         if self.built and len(grads) == len(self._trainable_variables):
             # As in the update, the values of float8 scales are not divided.
             for index, variable in enumerate(self._trainable_variables):
@@ -386,7 +382,10 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         def step() -> Any:
             return self.counters.counts.value[COUNT_INDEX["step"]] + 1
 
-        self.sampler.sample(in_order, self._applied_scale, step, arguments.unscaled)
+        def scale() -> Any:
+            return self.loss_scale
+
+        self.sampler.sample(in_order, scale, step, arguments.unscaled)
 
     @property
     def compiles_step(self) -> bool:

@@ -78,8 +78,6 @@ class StepMonitor:
     Attributes:
         stage: The order of the calls.
         loss_dtype: The dtype of the loss that `scale_loss` got last; `None` before the first one.
-        has_read_scale: Whether the user's code has read the loss scale, since a watcher set this to
-            false.
         has_applied_unscaled: Whether the last `apply` got gradients that were divided by the loss
             scale already.
     """
@@ -87,7 +85,6 @@ class StepMonitor:
     def __init__(self, requires_scaling: bool) -> None:
         self.stage = StepStage(requires_scaling)
         self.loss_dtype: str | None = None
-        self.has_read_scale = False
         self.has_applied_unscaled = False
         self._record = distribution.variable("losses_of_step", "float32", (len(_INDEX),))
         self._unscaled = UnscaledFlags()

@@ -341,14 +341,14 @@ class UnscaledGradients:
             known.
         change: What the training step does to all of them, if passes have shown it: `"clipped"`
             while they are scaled, or `"divided"` by the loss scale before the optimizer divides
-            them too. `"reduced"` in another way in a training loop.
+            them too.
         times: How many times too small the optimizer gets them; 0 without a `change`.
     """
 
     layers: Names = field(default_factory=list)
     are_all: bool = False
     origin: Text = ""
-    change: Literal["", "clipped", "divided", "reduced"] = ""
+    change: Literal["", "clipped", "divided"] = ""
     times: Magnitude = 0.0
 
 
@@ -415,13 +415,11 @@ class LoopStep:
             cast, or in eager mode it is not known.
         applies_unscaled: Whether the loop passes gradients to `apply` that it has unscaled, and may
             have clipped after that.
-        reads_scale: Whether the loop reads the loss scale, by which it may divide.
     """
 
     has_finite_outputs: bool = True
     reads_16_bits: bool = False
     applies_unscaled: bool = False
-    reads_scale: bool = False
 
 
 @dataclass(frozen=True)

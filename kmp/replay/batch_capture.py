@@ -18,7 +18,7 @@ from kmp.records.replay import LoopStep
 from kmp.replay.batch_variables import BatchVariables, Tensors, is_small, variable_specs
 from kmp.replay.capture_branches import NextStepBranch, SameStepBranch, StateBefore
 from kmp.replay.failure_reasons import reason_of
-from kmp.replay.loop_step import LoopData, OutputGradients
+from kmp.replay.loop_step import LoopData, OutputGradients, are_of_this_graph
 
 MOST_EXAMPLES = 32  # of a replay
 
@@ -160,25 +160,29 @@ class BatchCapture:
         def recording_call(*args: Any, **kwargs: Any) -> Any:
             is_of_step = threading.get_ident() == thread and kwargs.get("training", True)
             outputs = call(*args, **kwargs)
-            if args and is_of_step:
-                inputs.append(args[0])
-                with self._without_harm():
-                    return watched.watch(outputs)
+            if not is_of_step:
+                return outputs
+            watched.count_call()
+            if inputs or not args:
+                return outputs
+            inputs.append(args[0])
+            with self._without_harm():
+                return watched.watch(outputs)
             return outputs
 
         before, monitor = self._state(), self.optimizer.step_monitor
-        monitor.has_read_scale = False
         with instance_attribute(self._model, "call", recording_call):
             yield
-        if inputs and _are_of_this_graph(inputs[0]):
+        if inputs and are_of_this_graph(keras.tree.flatten(inputs[0])):
             self.loop = LoopStep(
                 reads_16_bits=watched.are_read_in_16_bits,
                 applies_unscaled=monitor.has_applied_unscaled,
-                reads_scale=monitor.has_read_scale,
             )
-            gradients = watched.found()
-            known = gradients if _are_of_this_graph(gradients) else []
-            self._add_branch(LoopData(inputs[0], known), before)
+            gradients: list[Any] = []
+            with self._without_harm():
+                rows = keras.tree.flatten(inputs[0])[0].shape[0]
+                gradients = watched.found(rows)
+            self._add_branch(LoopData(inputs[0], gradients), before)
 
     def take_whole(self, rows: int) -> bool:
         """Captures whole batches in the traces of the step that follow.
@@ -314,11 +318,3 @@ def _with_rows(
     if specs[0][1][0] is None:
         return specs
     return [(dtype, tf.TensorShape([rows, *shape[1:]])) for dtype, shape in specs]
-
-
-def _are_of_this_graph(tensors: Any) -> bool:
-    """Whether tensors are of the function that is traced now, not of one inside of it."""
-    if tf.executing_eagerly():
-        return True
-    graph = tf.compat.v1.get_default_graph()
-    return all(getattr(each, "graph", None) is graph for each in keras.tree.flatten(tensors))

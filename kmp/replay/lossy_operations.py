@@ -58,7 +58,7 @@ class LossyOperations:
         if not floats or floats[0].dtype not in FORMATS_16_BIT or not outputs[0].dtype.is_integer:
             return
         sizes = np.abs(_some_of(floats[0].array))
-        limit = 2.0 ** (FORMATS_16_BIT[floats[0].dtype].fraction_bits + 1)
+        limit = FORMATS_16_BIT[floats[0].dtype].max_exact_integer
         share = float(np.mean(sizes > limit)) if sizes.size else 0.0
         if share > thresholds.HARMFUL_OUTPUT_ERROR and np.isfinite(sizes).all():
             largest, typical = float(sizes.max()), _mean_size(sizes)
