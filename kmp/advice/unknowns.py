@@ -109,8 +109,8 @@ def _of_a_loop(run: RunMetrics, comparisons: list[Replay]) -> Iterator[str]:
 
 
 _IN_FIT = (
-    "gradients that optimizer.unscale returns, clipped and applied after that; or the same step as"
-    f" the `train_step` of a model in `fit`; or {FLOAT32_TRAINING}"
+    "let optimizer.unscale divide the gradients, and clip or change what it returns; or the same"
+    f" step as the `train_step` of a model in `fit`; or {FLOAT32_TRAINING}"
 )
 
 
