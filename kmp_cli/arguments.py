@@ -177,8 +177,17 @@ def _file_to_write(*endings: str) -> Callable[[str], Path]:
 def _can_be_written(path: Path) -> bool:
     """Whether a file exists and can be written, or can be created with its missing folders."""
     try:
-        existing = next(found for found in (path, *path.absolute().parents) if found.exists())
+        existing = next(found for found in (path, *path.absolute().parents) if _exists(found))
         is_folder, is_path = existing.is_dir(), existing == path
     except OSError:  # a name that is too long, or below a folder without permission
         return False
     return is_folder != is_path and os.access(existing, os.W_OK)
+
+
+def _exists(path: Path) -> bool:
+    """Returns whether a file or folder exists; raises the errors that `exists` of 3.14 hides."""
+    try:
+        path.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    return True

@@ -212,5 +212,12 @@ def _described(output: _Output, model: keras.Model) -> InvalidTargets:
         key=output.target_key,
         only_invalid=int(invalid[0]) if invalid.size == 1 else None,
         per_example=math.prod(output.shape[1:-1]),
-        from_logits=bool(getattr(model.loss, "from_logits", False)),
+        from_logits=_takes_logits(model.loss),
     )
+
+
+def _takes_logits(loss: Any) -> bool:
+    """Whether the targets' loss takes logits. Keras 3.16 has it in the config only."""
+    if not isinstance(loss, keras.losses.SparseCategoricalCrossentropy):
+        return bool(getattr(loss, "from_logits", False))
+    return bool(loss.get_config()["from_logits"])

@@ -7,6 +7,7 @@ import copy
 import json
 import os
 import re
+import sys
 from dataclasses import replace
 
 import matplotlib.pyplot as plt
@@ -320,6 +321,12 @@ def test_unchanged_log_loads_and_unknown_keys_are_ignored(tmp_path, without_figu
     assert run.header == {"schema": SCHEMA, "kind": "header", "settings": {"model": "m"}}
 
 
+# On Python 3.14, msgspec reads all of the brackets.
+TOO_DEEP = (
+    "Input data was truncated"
+    if sys.version_info >= (3, 14)
+    else "maximum recursion depth exceeded"
+)
 REFUSED_RECORDS = [
     ('{"loss": 1}', "Object missing required field `step`"),
     ('{"step": 1, "last_loss": NaN}', "JSON is malformed: invalid character (byte 25)"),
@@ -333,7 +340,7 @@ REFUSED_RECORDS = [
         '{"step": 5, "overflows_by_variable": {"a": -1}}',
         "Expected `int` >= 0 - at `$.overflows_by_var",
     ),
-    ('{"step": 5, "x": ' + "[" * 99999, "maximum recursion depth exceeded"),
+    ('{"step": 5, "x": ' + "[" * 99999, TOO_DEEP),
     ('{"step": 5, "overflow_origin": "\udcff"}', "'utf-8' codec can't decode byte 0xff"),
 ]
 HEADER = f'{{"schema": {SCHEMA}, "kind": "header"}}\n'
