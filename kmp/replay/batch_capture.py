@@ -297,6 +297,8 @@ class BatchCapture:
         self._next_step.forget()
         step, batch_size, loss_scale, index, was_skipped = self._about.numpy().tolist()
         if not step:
+            if not int(self._is_requested.numpy()):
+                self.request()  # a loop that updates outside of the guard was before its first step
             return None
         data = self._structures[int(index)].read(int(batch_size))
         return CapturedBatch(data, int(batch_size), int(step), loss_scale, bool(was_skipped))

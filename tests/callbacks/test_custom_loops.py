@@ -185,6 +185,34 @@ def test_logits_that_a_loss_reads_in_place_of_a_softmax_are_watched():
     assert kmp.advise(run).verdict.startswith("float16 does not hurt this run: ")
 
 
+class UpdatesOutside(Loop):
+    """The update is in another function than the guard."""
+
+    def train(self, **options):
+        self.gradients_of = tf.function(self.gradients_of)
+        self.update = tf.function(self.update)
+        return super().train(mode="eager", **options)
+
+    def gradients_of(self, x, y):
+        with kmp.guard(self.optimizer, self.model), tf.GradientTape() as tape:
+            scaled = self.optimizer.scale_loss(self.loss_of(y, self.model(x, training=True)))
+        return tape.gradient(scaled, self.model.trainable_variables)
+
+    def update(self, gradients):
+        self.optimizer.apply(gradients, self.model.trainable_variables)
+
+    def step(self, x, y):
+        self.update(self.gradients_of(x, y))
+
+
+def test_a_loop_that_updates_outside_of_the_guard_is_compared():
+    loop = UpdatesOutside()
+    loop.optimizer.build(loop.model.trainable_variables)
+    run = loop.train(steps=20)
+    assert run.comparisons
+    assert run.last("replay_error") is None
+
+
 class InnerFunction(Loop):
     """The guard is eager, the tape is in a function."""
 
