@@ -278,10 +278,15 @@ class BatchCapture:
     def _variables_of(
         self, specs: list[tuple[tf.DType, tf.TensorShape]], may_create: bool
     ) -> BatchVariables | None:
-        """Returns the variables of these specs, or `None` if there are none."""
-        for variables in self._structures:
-            if variables.specs == specs:
-                return variables
+        """Returns the variables for these specs, or `None` if there are none.
+
+        A step may be traced for the known shape of a batch where that of the data set is unknown.
+        """
+        same = (each for each in self._structures if each.specs == specs)
+        more_general = (each for each in self._structures if _cover(each.specs, specs))
+        found = next(same, None) or next(more_general, None)
+        if found is not None:
+            return found
         if not may_create:
             return None
         variables = BatchVariables(specs, self._about, len(self._structures))
@@ -311,6 +316,22 @@ def is_ragged(data: Any) -> bool:
 
 def _rows_of(data: Any, start: int, count: int) -> Any:
     return keras.tree.map_structure(lambda tensor: tensor[start : start + count], data)
+
+
+def _cover(
+    general: list[tuple[tf.DType, tf.TensorShape]], specs: list[tuple[tf.DType, tf.TensorShape]]
+) -> bool:
+    """Whether variables of general specs can have the values of tensors of other specs."""
+    if len(general) != len(specs):
+        return False
+    pairs = zip(general, specs, strict=True)
+    return all(mine[0] == its[0] and _covers(mine[1], its[1]) for mine, its in pairs)
+
+
+def _covers(general: tf.TensorShape, shape: tf.TensorShape) -> bool:
+    if general.rank != shape.rank:
+        return False
+    return all(mine in (None, its) for mine, its in zip(general, shape, strict=True))
 
 
 def _with_rows(
