@@ -5,8 +5,8 @@ from kmp.replay.batch_replay import Failure, StepContext, failing_part, replay_b
 from kmp.replay.eager_pass import Passes, PassResult, TrainStep
 from kmp.replay.failure_reasons import reason_of
 from kmp.replay.layer_search import DTYPE_ERRORS, Choices, find_float32_layers
-from kmp.replay.loop_step import loop_step
 from kmp.replay.other_format import OTHER_FORMATS, other_format_of
+from kmp.replay.output_gradients import loop_step
 from kmp.replay.replay_attempts import ReplayAttempts
 from kmp.replay.tf32 import tensor_float_32
 

@@ -18,7 +18,7 @@ from kmp.records.replay import LoopStep
 from kmp.replay.batch_variables import BatchVariables, Tensors, is_small, variable_specs
 from kmp.replay.capture_branches import NextStepBranch, SameStepBranch, StateBefore
 from kmp.replay.failure_reasons import reason_of
-from kmp.replay.loop_step import LoopData, OutputGradients, are_of_this_graph
+from kmp.replay.output_gradients import LoopData, OutputGradients, are_of_this_graph
 
 MOST_EXAMPLES = 32  # of a replay
 
