@@ -60,11 +60,19 @@ def _differences(finite: Sequence[FormatErrors]) -> str:
     for each in finite:
         where = f"{each.format} where it is finite" if each.failures else each.format
         outputs.append(f"{_percent(each.outputs or 0.0)} in {where}")
-    text = f"the outputs differ from float32 by at most {' and '.join(outputs)}"
+    text = f"the outputs differ from float32 by {_bounded(outputs)}"
     gradients = [_percent(each.gradients) for each in finite if each.gradients is not None]
     if len(gradients) == len(finite):
-        text += f", and the gradients of a layer by at most {' and '.join(gradients)}"
+        text += f", and the gradients of a layer by {_bounded(gradients)}"
     return text
+
+
+def _bounded(errors: Sequence[str]) -> str:
+    """Returns errors in percent as upper bounds; very large ones are lower bounds already."""
+    if not any(each.startswith("more than") for each in errors):
+        return f"at most {' and '.join(errors)}"
+    bounds = [each if each.startswith("more than") else f"at most {each}" for each in errors]
+    return " and ".join(bounds)
 
 
 def _at(loss_scales: Sequence[float]) -> str:

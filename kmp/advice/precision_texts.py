@@ -1,9 +1,7 @@
 """Sentences about what 16 bits change in finite passes."""
 
-from collections.abc import Sequence
-
 from kmp.advice.sentences import Text, text_of
-from kmp.advice.wording import of_a_batch, percent, replayed_with_change
+from kmp.advice.wording import of_a_batch, percent, repaired_layers, replayed_with_change
 from kmp.diagnosis import RunMetrics, name_of, soundness, thresholds
 from kmp.diagnosis.precision_causes import (
     Repaired,
@@ -312,17 +310,12 @@ def _title_of_loss(cause: WrongGradients, run: RunMetrics) -> str:
 @text_of.register
 def _(cause: Repaired, run: RunMetrics) -> Text:
     computes = "computes" if len(cause.layers) == 1 else "compute"
+    layers = repaired_layers(cause.layers, run)
     return Text(
-        f"Since step {cause.record['step']}, {_repaired(cause.layers, run)} {computes} in float32,"
-        " and the training continued.",
+        f"Since step {cause.record['step']}, {layers} {computes} in float32, and the training"
+        " continued.",
         _proof(cause, run),
     )
-
-
-def _repaired(layers: Sequence[str], run: RunMetrics) -> str:
-    model = run.settings.get("model")
-    names = [f"model {path!r}" if path == model else run.describe(path) for path in layers]
-    return ", ".join(names)
 
 
 def _proof(cause: Repaired, run: RunMetrics) -> str:
@@ -332,7 +325,7 @@ def _proof(cause: Repaired, run: RunMetrics) -> str:
     proof = next((replay for replay in reversed(replays) if replay.is_finite), None)
     if proof is None:
         return reason
-    repaired = _repaired(cause.record["fallback"], run)
+    repaired = repaired_layers(cause.record["fallback"], run)
     were_finite = all(replay.is_finite for replay in replays)
     results = "agree with those in float32" if were_finite else "are finite"
     shown = f"with {repaired} in float32 the results {of_a_batch(proof)} {results}"

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from kmp.advice.finding import Finding
 from kmp.advice.unknowns import doubt, lost_norm, unknowns
-from kmp.advice.wording import counted, skipped
+from kmp.advice.wording import counted, repaired_layers, skipped
 from kmp.diagnosis import INFO, RunMetrics, soundness, thresholds
 from kmp.utils.float_formats import FLOAT16, FLOAT32, as_power
 
@@ -25,7 +25,11 @@ def verdict(run: RunMetrics, findings: Sequence[Finding]) -> str:
     if unknown:
         not_measured = " ".join(unknown)
         return f"{not_known} {not_measured} Measured: {_measured(run)}"
-    return f"{run.format.name} does not hurt this run: {_measured(run, _norm_of_small(run))}"
+    harmless = f"{run.format.name} does not hurt this run"
+    if run.fallback:
+        layers = repaired_layers(run.fallback["fallback"], run)
+        harmless = f"Since step {run.fallback['step']}, with {layers} in float32, {harmless}"
+    return f"{harmless}: {_measured(run, _norm_of_small(run))}"
 
 
 def _of_float32(run: RunMetrics, findings: Sequence[Finding]) -> str:

@@ -85,3 +85,10 @@ def replayed_with_change(run: RunMetrics, replay: Replay, result: str) -> str:
     if needs_only_a_larger_scale(run, replay):
         return f"at this loss scale {result}"
     return f"no few layers were found with which {result}"
+
+
+def repaired_layers(layers: Sequence[str], run: RunMetrics) -> str:
+    """Returns what a finding calls the layers that were set to float32, given their paths."""
+    model = run.settings.get("model")
+    names = [f"model {path!r}" if path == model else run.describe(path) for path in layers]
+    return ", ".join(names)

@@ -235,7 +235,7 @@ class Repairer:
         limits = _not_in_files(self._model, changed) + _still_in_16_bits(changed)
         user_messages.warn(
             f"{begin} kmp set {names} to float32, and {continues}. To make it"
-            f" permanent:\n  {change}{limits}"
+            f" permanent:\n  {change}{limits}\n"
         )
 
 

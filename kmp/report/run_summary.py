@@ -16,7 +16,7 @@ from kmp.utils import validation
 
 Pairs = tuple[tuple[str, str], ...]
 
-NO_PROBLEM = "no problem"
+NO_PROBLEM, REPAIRED = "no problem", "repaired"
 LOSS_SCALE = "current loss scale"  # a count that not every run has
 VALIDATION, LEARNING_RATE = "val_", "learning_rate"  # in the names of metrics
 
@@ -41,9 +41,11 @@ class RunSummary:
 
     @property
     def status(self) -> str:
-        """The severity of the worst finding, `"no problem"` or `"unknown"`."""
+        """The severity of the worst finding, `"repaired"`, `"no problem"` or `"unknown"`."""
         if self.advice.problems:
             return self.advice.problems[0].severity
+        if self.metrics.fallback:
+            return REPAIRED
         return NO_PROBLEM if self._is_known else UNKNOWN
 
     @property
