@@ -4,9 +4,11 @@ from kmp.advice.missing_replays import how_to_find_layer
 from kmp.advice.sentences import Text, text_of
 from kmp.advice.wording import (
     capitalized,
+    cast_by_hand,
     counted,
     failed_steps,
     largest_value,
+    note_of_cast,
     replayed_with_change,
 )
 from kmp.diagnosis import RunMetrics
@@ -113,6 +115,13 @@ def _(cause: NonfiniteInFloat32, run: RunMetrics) -> Text:
             f"The loss is NaN or Inf{first}.",
             f"{failed_steps(run)}; replayed, it is not finite either",
             "look at that operation, and at what the batch contains",
+        )
+    cast = cast_by_hand(found)
+    if cast:
+        return Text(
+            f"The loss is NaN or Inf, computed in {cast} whatever the dtypes of the layers are.",
+            f"{failed_steps(run)}; replayed with layers in float32 it is not finite either{first}",
+            note_of_cast(cast),
         )
     return Text(
         "The loss is NaN or Inf in float32 too.",

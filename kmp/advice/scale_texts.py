@@ -5,7 +5,14 @@ from operator import itemgetter
 
 from kmp.advice.branch_wording import note_of_branch
 from kmp.advice.sentences import Text, text_of
-from kmp.advice.wording import counted, of_steps, replayed_with_change, skipped_with_finite_loss
+from kmp.advice.wording import (
+    cast_by_hand,
+    counted,
+    note_of_cast,
+    of_steps,
+    replayed_with_change,
+    skipped_with_finite_loss,
+)
 from kmp.diagnosis import RunMetrics
 from kmp.diagnosis.edits import power
 from kmp.diagnosis.scale_causes import (
@@ -34,6 +41,14 @@ def _(cause: NonfiniteGradients, run: RunMetrics) -> Text:
         f"{skipped_with_finite_loss(run)}; {replayed}, the gradients are not finite either"
         f"{operation}"
     )
+    cast = cast_by_hand(found)
+    if cast:
+        return Text(
+            f"NaN or Inf in the {where}, which computes in {cast} whatever the dtypes of the layers"
+            " are.",
+            evidence,
+            note_of_cast(cast),
+        )
     if cause.is_slope:
         return Text(
             f"The {where} divides by 0{in_float32_too}: the slope of a root or a norm is infinite"

@@ -5,6 +5,8 @@ from collections.abc import Sequence
 from kmp.diagnosis import RunMetrics
 from kmp.diagnosis.edits import is_sound_in_bfloat16, needs_only_a_larger_scale
 from kmp.records import Replay
+from kmp.records.replay import NonfiniteOperation
+from kmp.utils.float_formats import DTYPES_16_BIT
 
 
 def counted(count: int, noun: str, plural: str = "s") -> str:
@@ -85,6 +87,22 @@ def replayed_with_change(run: RunMetrics, replay: Replay, result: str) -> str:
     if needs_only_a_larger_scale(run, replay):
         return f"at this loss scale {result}"
     return f"no few layers were found with which {result}"
+
+
+def cast_by_hand(found: NonfiniteOperation | None) -> str:
+    """Returns the 16-bit format in which an operation of a pass in float32 computes; or nothing.
+
+    The program itself casts to it, whatever the policy of the layers is.
+    """
+    return found.dtype if found and found.dtype in DTYPES_16_BIT else ""
+
+
+def note_of_cast(dtype: str) -> str:
+    """Returns what to do about numbers that the program itself casts to a 16-bit format."""
+    return (
+        f"the program casts to {dtype} there, so that float32 layers do not help: leave out the"
+        " cast, or cast to float32; not tried"
+    )
 
 
 def repaired_layers(layers: Sequence[str], run: RunMetrics) -> str:

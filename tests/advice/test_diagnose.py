@@ -802,7 +802,7 @@ def test_operation_tells_the_cause(found, cause, title):
 
 @pytest.mark.parametrize("settings", [{}, {"rule": "FixedScale"}, {"growth_interval": 20}])
 def test_root_of_zero_that_float32_does_not_survive_either_is_no_matter_of_the_scale(settings):
-    found = [operation("SqrtGrad", "inf", is_backward=True)]
+    found = [operation("SqrtGrad", "inf", is_backward=True, dtype="float32")]
     replay = replay_of(
         loss=1.0, float32_loss=1.0, is_finite_in_float32=False, nonfinite=found, float32_layers=[]
     )
@@ -823,8 +823,21 @@ def test_root_of_zero_that_float32_does_not_survive_either_is_no_matter_of_the_s
     assert advice_of(start, clean, rare, **settings).problems[0].severity == WARNING
 
 
+def test_numbers_that_the_program_itself_casts_to_float16_are_a_matter_of_precision():
+    for is_backward in (True, False):
+        found = [operation("Reciprocal", "inf", is_backward=is_backward)]
+        loss = 1.0 if is_backward else None
+        replay = replay_of(
+            loss=loss, float32_loss=loss, is_finite_in_float32=False, nonfinite=found
+        )
+        row = STUCK | {"replay": replay, "nonfinite_loss_count": 0 if is_backward else 40}
+        finding = advice_of(row, layers=LAYERS)[0]
+        assert "in float16 whatever the dtypes of the layers are" in finding.title
+        assert "the program casts to float16 there" in finding.note
+
+
 def test_gradients_that_float32_makes_nan_without_a_root_are_named_without_a_cure():
-    found = [operation("Mul", "nan", is_backward=True)]
+    found = [operation("Mul", "nan", is_backward=True, dtype="float32")]
     replay = replay_of(
         loss=1.0, float32_loss=1.0, is_finite_in_float32=False, nonfinite=found, float32_layers=[]
     )

@@ -100,14 +100,16 @@ def test_backward_pass_that_only_bfloat16_makes_infinite_is_cured_by_float32():
 
 
 def test_operation_whose_gradients_are_not_finite_in_float32_is_named():
-    replay = backward_replay(operation("SqrtGrad"), is_finite_in_float32=False)
+    root = operation("SqrtGrad", dtype="float32")
+    replay = backward_replay(root, is_finite_in_float32=False)
     record = NONFINITE_GRADIENTS | {"replay": replay}
     (finding,) = advice_of(FLOAT32, record)
     slope = "the slope of a root or a norm is infinite at 0."
     assert finding.title == f"The backward pass of layer 'a' divides by 0: {slope}"
     (finding,) = advice_of(BFLOAT16, record)
     assert finding.title == f"The backward pass of layer 'a' divides by 0, in float32 too: {slope}"
-    record["replay"] = backward_replay(operation("ExpGrad"), is_finite_in_float32=False)
+    exponential = operation("ExpGrad", dtype="float32")
+    record["replay"] = backward_replay(exponential, is_finite_in_float32=False)
     for run_format, too in ((FLOAT32, ""), (BFLOAT16, ", in float32 too")):
         (finding,) = advice_of(run_format, record)
         assert finding.title == f"NaN or Inf in the backward pass of layer 'a'{too}."
