@@ -1,8 +1,9 @@
 """Which share of the bytes of a training step is float32, and which classes of layers move them."""
 
+import contextlib
 import functools
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,13 +12,15 @@ import tensorflow as tf
 
 from kmp.backend import keras_internals
 from kmp.backend.graph_traffic import Traffic, traffic_of
-from kmp.backend.keras_internals import direct_sublayers, is_passthrough
+from kmp.backend.keras_internals import is_passthrough, sublayers
 from kmp.backend.state_rollback import state_restored
+from kmp.backend.thread_overrides import own_method
 
 _BATCH_SIZE = 32  # of a model that takes any
 _OUTSIDE = "operations outside layers"
 _MOST_CLASSES = 5
-_CALL_NUMBER = re.compile(r"_\d+$")
+_SCOPE = "kmp_layer_"
+_NUMBER = re.compile(rf"(?:^|/){_SCOPE}(\d+)(?=$|[/_])")  # TensorFlow adds `_1` to one of a name
 
 
 @dataclass(frozen=True)
@@ -92,28 +95,42 @@ def _traced(model: keras.Model, batch_size: int) -> Traffic:
         gradients = tape.gradient(outputs, variables, upstream)
         return outputs, [gradient for gradient in gradients if gradient is not None]
 
-    with state_restored(model):
+    scopes = _LayerScopes(model)
+    with state_restored(model), scopes.opened():
         specs = keras.tree.map_structure(spec, structure)
         graph = tf.function(step, autograph=False).get_concrete_function(specs).graph
-    return traffic_of(graph, _class_of_layer(model))
+    return traffic_of(graph, scopes.class_of)
 
 
-def _class_of_layer(model: keras.Model) -> Callable[[str], str]:
-    """Returns a function from the name of an operation to the class of its innermost layer."""
+class _LayerScopes:
+    """Gives the operations of each layer of a model a name scope with the number of the layer.
 
-    @functools.cache
-    def children(layer: keras.Layer) -> dict[str, keras.Layer]:
-        return {child.name: child for child in direct_sublayers(layer)}
+    Keras' own scopes have the names of layers, which TensorFlow numbers: `a_1` may be layer `a`.
+    """
 
-    def class_of(name: str) -> str:
-        layer = model
-        for scope in name.split("/")[:-1]:
-            # TensorFlow numbers scopes of one name. Keras opens two in each call, and runs the
-            # layer in the second, which therefore always has a number.
-            for layer_name in (_CALL_NUMBER.sub("", scope), scope):
-                if layer_name in children(layer):
-                    layer = children(layer)[layer_name]
-                    break
-        return "" if is_passthrough(layer) else type(layer).__name__
+    def __init__(self, model: keras.Model) -> None:
+        self._layers = list(sublayers(model))
 
-    return class_of
+    @contextlib.contextmanager
+    def opened(self) -> Iterator[None]:
+        """Opens the scope of each layer that is called in the context."""
+        with contextlib.ExitStack() as stack:
+            for number, layer in enumerate(self._layers):
+                in_scope = functools.partial(_in_scope, f"{_SCOPE}{number}")
+                stack.enter_context(own_method(layer, "call", in_scope))
+            yield
+
+    def class_of(self, name: str) -> str:
+        """Returns the class of the innermost layer of an operation, given its name."""
+        numbers = _NUMBER.findall(name.rpartition("/")[0])
+        layer = self._layers[int(numbers[-1])] if numbers else None
+        return "" if layer is None or is_passthrough(layer) else type(layer).__name__
+
+
+def _in_scope(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(call)
+    def scoped_call(*args: Any, **kwargs: Any) -> Any:
+        with tf.name_scope(name):
+            return call(*args, **kwargs)
+
+    return scoped_call

@@ -247,6 +247,7 @@ CASES = {
         raw(STRINGS, "int", vocabulary=["a", "b"]),
         raw(STRINGS, output_mode="tf_idf", vocabulary=["a", "b"], idf_weights=[0.5, 0.7]),
     ],
+    "TernaryDense": [case(units=3)],
     "TimeDistributed": [case(SEQUENCE, layer=partial(layers.Dense, 3), call=MASKED)],
     "UnitNormalization": [
         # Its gradient is 1e12, which overflows in the float16 layer before it.
