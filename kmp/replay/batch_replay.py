@@ -375,7 +375,7 @@ class _BatchReplay:
         passes = self._passes
         # A compiled pass draws other numbers.
         is_random = own.is_random or exact.is_random or own.marks.random_numbers.position > 0
-        if not passes.step.is_of_keras or passes.model.run_eagerly or is_random:
+        if passes.step.is_custom or passes.model.run_eagerly or is_random:
             return found
         error = exact.marks.error_of(passes.compiled_outputs())
         if not soundness.are_harmful(error, []):
