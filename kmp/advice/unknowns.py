@@ -115,11 +115,14 @@ _IN_FIT = (
 
 
 def _changed_gradients(run: RunMetrics, factor: float) -> str:
-    times, than = (1 / factor, "smaller") if factor < 1 else (factor, "larger")
+    compared = "all zero, unlike"
+    if factor:
+        times, than = (1 / factor, "smaller") if factor < 1 else (factor, "larger")
+        compared = f"{times:,.0f} times {than} than"
     return (
         "whether the training loop scales, clips and unscales gradients in the right order: the"
-        f" optimizer gets gradients that are {times:,.0f} times {than} than those of the replay,"
-        f" and the loss scale is {run.scale:,.0f}"
+        f" optimizer gets gradients that are {compared} those of the replay, and the loss scale is"
+        f" {run.scale:,.0f}"
     )
 
 

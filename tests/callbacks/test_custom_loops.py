@@ -142,6 +142,11 @@ def test_scaled_gradients_that_a_loop_makes_smaller_leave_a_doubt_with_the_facto
     assert int(found.replace(",", "")) == times
 
 
+def test_gradients_that_a_loop_makes_zero_leave_a_doubt():
+    run = Loop(lambda optimizer, gradients: [0.0 * each for each in gradients]).train()
+    assert "gradients that are all zero, unlike those of the replay" in kmp.advise(run).verdict
+
+
 @pytest.mark.parametrize("change", [clipped_in_turn, averaged])
 def test_gradients_that_a_loop_may_change_are_no_doubt(change):
     advice = kmp.advise(Loop(change).train())
