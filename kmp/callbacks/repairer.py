@@ -225,17 +225,16 @@ class Repairer:
         finding: Finding,
     ) -> None:
         change = finding.change.replace("\n", "\n  ")
+        layers, these = ("layer", "this layer") if len(paths) == 1 else ("layers", "these layers")
         names = ", ".join(map(repr, paths))
-        begin = capitalized(when)  # a log of another program may have no reason
+        why = ""  # a log of another program may have no reason
         if reason:
-            begin = (
-                f"{reason.rstrip('.')}, and a replayed batch is sound with these layers in float32:"
-                f" {when}"
-            )
+            sound = f"A replayed batch is sound with {these} in float32."
+            why = f" {reason.rstrip('.')}. {sound}"
         limits = _not_in_files(self._model, changed) + _still_in_16_bits(changed)
         user_messages.warn(
-            f"{begin} kmp set {names} to float32, and {continues}. To make it"
-            f" permanent:\n  {change}{limits}\n"
+            f"{capitalized(when)} kmp set the {layers} {names} to float32, and"
+            f" {continues}.{why} To make it permanent:\n  {change}{limits}\n"
         )
 
 

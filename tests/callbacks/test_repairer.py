@@ -58,7 +58,7 @@ def dtypes(model):
 
 def test_layer_that_overflows_is_set_to_float32_and_the_training_continues(tmp_path):
     model = overflowing(mode="steps_per_execution")
-    message = r"cube.* to float32, and the training continues at the loss scale 8192\. To make it"
+    message = r"cube.* to float32, and the training continues at the loss scale 8192\. The output"
     with pytest.warns(UserWarning, match=message) as seen:
         train(model, defaults(tmp_path / "run"), epochs=2)
     # The cubes are beyond float16's maximum, so the layer that takes them has to compute in float32
@@ -163,7 +163,7 @@ def test_training_that_is_stuck_is_replayed_and_repaired_before_it_ends(monkeypa
     model, callbacks = overflowing(), [Monitor(patience=6)]
     with pytest.warns(
         UserWarning,
-        match="in float32: at step 6 kmp set 'sequential.*/cube', 'sequential.*/norm' to float32",
+        match="At step 6 kmp set the layers 'sequential.*/cube', 'sequential.*/norm' to float32",
     ):
         train(model, callbacks, epochs=2, height=1e4)  # such targets have large gradients
     snapshot = model.optimizer.snapshot()
@@ -186,7 +186,7 @@ def test_scale_that_overflows_of_a_layer_have_lowered_returns_after_its_repair()
         root = layers.Lambda(lambda x: ops.sqrt(x + 1e-8), name="root")
         parts = layers.Dense(4, name="before"), root, layers.Dense(1, name="head")
         model = sequential(*parts, optimizer=keras.optimizers.SGD(0.0), run_eagerly=True)
-    message = "'sequential.*/root' to float32, and the training continues at the loss scale 2. To"
+    message = r"'sequential.*/root' to float32, and the training continues at the loss scale 2\."
     with pytest.warns(UserWarning, match=message):
         model.fit(
             np.zeros((160, 4)), np.ones((160, 1)), batch_size=8, verbose=0, callbacks=defaults()
@@ -224,7 +224,7 @@ def test_layers_that_are_sound_only_below_a_fixed_loss_scale_keep_their_dtype():
 @pytest.mark.parametrize("second", [Monitor, LossScaleLogger], ids=["Monitor", "logger"])
 def test_repair_of_one_callback_is_in_the_records_of_another_one(second, tmp_path):
     model, callbacks = overflowing(), [Monitor(tmp_path / "a"), second(tmp_path / "b")]
-    with pytest.warns(UserWarning, match="set 'sequential.*/cube'.* to float32") as warned:
+    with pytest.warns(UserWarning, match="set the layers 'sequential.*/cube'.* to float32") as warned:
         train(model, callbacks)
     assert len(warned) == 1
     first, other = (kmp.load_run(tmp_path / name) for name in "ab")
@@ -246,9 +246,7 @@ def test_repair_of_one_tower_keeps_the_gradients_of_the_other(tmp_path):
     x = np.random.default_rng(0).uniform(1, 2, (128, 4)).astype("float32")
     y = [np.full((128, 1), 1e3, "float32"), np.ones((128, 1), "float32")]
     callbacks = defaults(tmp_path / "run", every_n_steps=2)
-    expected = (
-        "'large_hidden' overflows .* in float32: at step .* kmp set 'large_hidden' to float32"
-    )
+    expected = "kmp set the layer 'large_hidden' to float32, .* 'large_hidden' overflows"
     with pytest.warns(UserWarning, match=expected):
         model.fit(x, y, batch_size=4, verbose=0, callbacks=callbacks)
     assert dtypes(model)["large_hidden"] == "float32"
@@ -264,7 +262,7 @@ def test_repair_of_one_tower_keeps_the_gradients_of_the_other(tmp_path):
 def test_callback_with_the_same_patience_does_not_stop_what_another_one_has_repaired(monkeypatch):
     monkeypatch.setattr("kmp.callbacks.batch_replayer._MOST_REPLAYS", 0)
     callbacks = [Monitor(patience=6), Monitor(patience=6, replay=False)]
-    with pytest.warns(UserWarning, match="at step 6 kmp set 'sequential.*/cube'"):
+    with pytest.warns(UserWarning, match="At step 6 kmp set the layers 'sequential.*/cube'"):
         train(overflowing(), callbacks, epochs=2, height=1e4)
 
 
@@ -320,7 +318,7 @@ def test_model_that_computes_outside_its_layers_is_repaired_if_loss_or_thrice_gr
         model.compile(keras.optimizers.Adam(1e-3), jit_compile=False)
     x = np.random.default_rng(0).uniform(0, 1, (512, 1)).astype("float32")
     callbacks = defaults(every_n_steps=1)
-    with pytest.warns(UserWarning, match="kmp set 'curve") as warned:
+    with pytest.warns(UserWarning, match="kmp set the layer 'curve") as warned:
         model.fit(x, height * np.sin(3 * x), batch_size=32, verbose=0, callbacks=callbacks)
     rows = callbacks[0].run.rows
     repair = next(index for index, row in enumerate(rows) if "fallback" in row)
@@ -348,7 +346,7 @@ def test_comparisons_that_may_prove_a_cure_do_not_wait_for_the_next_record():
         model.compile(keras.optimizers.SGD(1e-3), "mse", loss_weights=[1e-4])
     callbacks = defaults()  # which records the first and the last of the 64 steps
     x = np.tile(INPUTS, (8, 1))
-    with pytest.warns(UserWarning, match="at step 33 kmp set 'weighted'"):
+    with pytest.warns(UserWarning, match="At step 33 kmp set the layer 'weighted'"):
         model.fit(x, x[:, :1], batch_size=8, verbose=0, callbacks=callbacks)
     compared = [step for step, replay in callbacks[0].run.replays if is_harmful(replay)]
     assert compared == [1, 17, 33]
@@ -478,7 +476,7 @@ def test_interrupted_training_resumes_with_the_layers_of_its_log_before_its_firs
     skipped = kmp.load_run(tmp_path / "run").last("overflow_count")
     with pytest.warns(
         UserWarning,
-        match=r"as at step \d+, before the training was resumed, kmp set 'sequential/cube'",
+        match=r"As at step \d+, before the training was resumed, kmp set the .* 'sequential/cube'",
     ):
         model, run = interrupted_or_resumed([])
     assert dtypes(model) == {"cube": "float32", "norm": "float32", "head": "float16"}
@@ -500,7 +498,7 @@ def test_repair_without_a_reason_in_the_log_is_repeated_without_one(tmp_path):
     lines = {"schema": 1, "kind": "header"}, {"step": 0, "fallback": ["sequential/cube"]}
     (tmp_path / "kmp.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
     keras.utils.clear_session()
-    with pytest.warns(UserWarning, match="^As at step 0, before .* set 'sequential/cube' to float"):
+    with pytest.warns(UserWarning, match="^As at step 0, before .* set the layer 'sequential/cube' to float"):
         train(overflowing(), defaults(tmp_path), epochs=1)
 
 
