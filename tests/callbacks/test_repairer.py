@@ -224,7 +224,9 @@ def test_layers_that_are_sound_only_below_a_fixed_loss_scale_keep_their_dtype():
 @pytest.mark.parametrize("second", [Monitor, LossScaleLogger], ids=["Monitor", "logger"])
 def test_repair_of_one_callback_is_in_the_records_of_another_one(second, tmp_path):
     model, callbacks = overflowing(), [Monitor(tmp_path / "a"), second(tmp_path / "b")]
-    with pytest.warns(UserWarning, match="set the layers 'sequential.*/cube'.* to float32") as warned:
+    with pytest.warns(
+        UserWarning, match="set the layers 'sequential.*/cube'.* to float32"
+    ) as warned:
         train(model, callbacks)
     assert len(warned) == 1
     first, other = (kmp.load_run(tmp_path / name) for name in "ab")
@@ -498,7 +500,9 @@ def test_repair_without_a_reason_in_the_log_is_repeated_without_one(tmp_path):
     lines = {"schema": 1, "kind": "header"}, {"step": 0, "fallback": ["sequential/cube"]}
     (tmp_path / "kmp.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
     keras.utils.clear_session()
-    with pytest.warns(UserWarning, match="^As at step 0, before .* set the layer 'sequential/cube' to float"):
+    with pytest.warns(
+        UserWarning, match="^As at step 0, before .* set the layer 'sequential/cube' to float"
+    ):
         train(overflowing(), defaults(tmp_path), epochs=1)
 
 
