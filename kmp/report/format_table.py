@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from kmp.advice.format_errors import FormatErrors, formats_compared
 from kmp.advice.wording import percent
-from kmp.records import Replay
+from kmp.records import Replay, Run
 from kmp.records.replay import LOSS_FUNCTION, Comparison, NonfiniteOperation, Overflow
 from kmp.report.run_summary import RunSummary
 from kmp.report.texts import Row, Table, scale, with_omitted
@@ -22,9 +22,10 @@ _Pass = tuple[str, float, Comparison | None, Overflow | None]
 def both_formats(run: RunSummary) -> Table:
     """Returns the errors of each layer in both formats, and what follows from them.
 
-    Of the newest batch that was passed in both. Empty if there is none.
+    Of the newest batch that was passed in both, and of all such batches since the last repair.
+    Empty if there is none.
     """
-    measured = [(step, each) for step, each in run.run.replays if _has_both(each)]
+    measured = _measured(run.metrics.run) or _measured(run.run)
     if not measured:
         return Table()
     step, newest = measured[-1]
@@ -53,6 +54,11 @@ def both_formats(run: RunSummary) -> Table:
         with_omitted(note, len(layers), _MOST_ROWS),
         intro=_conclusion(run, measured),
     )
+
+
+def _measured(run: Run) -> _Replays:
+    """Returns the replays of a run that compare both formats."""
+    return [(step, replay) for step, replay in run.replays if _has_both(replay)]
 
 
 def _has_both(replay: Replay) -> bool:
@@ -111,7 +117,9 @@ def _cell(errors: dict[str, float], layer: str) -> str:
 def _conclusion(run: RunSummary, measured: _Replays) -> str:
     """Returns one line on all batches that were passed in both formats."""
     steps = [str(step) for step, _ in measured]
-    batches = f"In the batch{'es' if len(steps) > 1 else ''} of {_steps(steps)}"
+    batches = (
+        f"In the batch{'es' if len(steps) > 1 else ''} of {_steps(steps)}, passed in both formats"
+    )
     pairs = [_passes(replay) for _, replay in measured]
     formats = [_errors_of_format(run, steps, passes) for passes in zip(*pairs, strict=True)]
     return formats_compared(batches, formats)

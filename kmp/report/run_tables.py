@@ -208,7 +208,9 @@ def other_scales(run: RunSummary) -> Table:
         label = f"{name}: {scale(2.0**exponent)}"
         rows.append((label, underflow, shares["overflow"], shares["skipped"]))
 
-    sentences = [_recommendation(curve), "Shares of gradient elements and of sampled steps."]
+    count = len(run.metrics.samples)
+    steps = f"{count} sampled step{'s' * (count != 1)}"
+    sentences = [_recommendation(curve), f"Shares of gradient elements, and of {steps}."]
     if run.metrics.skipped_steps is not None:
         sentences.append(f"In the run itself, {skipped(run.metrics)}.")
     if curve.is_measured:
@@ -245,4 +247,7 @@ def _recommendation(curve: WhatIf) -> str:
         )
     low, high = curve.recommended
     begin = f"{scale(2.0**low)} to" if curve.is_lowest_known else "at most"
-    return f"Recommended: {begin} {scale(2.0**high)}."
+    text = f"Recommended: {begin} {scale(2.0**high)}"
+    if curve.is_lowest_known and low <= curve.in_use <= high:
+        return f"{text}, where the scale in use is: nothing has to change."
+    return f"{text}."
