@@ -108,10 +108,16 @@ def learning_rate(run: RunMetrics) -> float | None:
 
 
 def smaller_learning_rate(run: RunMetrics) -> SetArguments:
-    """Returns a rate smaller by the measured ratio of update to weights, at most a tenth."""
+    """Returns a rate smaller by the measured ratio of update to weights, at most a tenth.
+
+    That is of the first update, if it is too large already: later ones are of weights that have
+    diverged.
+    """
     ratio, factor = run.update_ratio[1], 0.1
     if run.has_no_update:
         ratio = run.estimated_update
+    elif run.first_update_ratio > thresholds.LARGE_UPDATE:
+        ratio = run.first_update_ratio
     if ratio > 0 and math.isfinite(ratio):
         factor = min(factor, thresholds.TYPICAL_UPDATE / ratio)
     rate = learning_rate(run)

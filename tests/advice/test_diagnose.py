@@ -545,6 +545,14 @@ def test_growth_of_weights_between_samples_is_an_update():
     assert finding.change == "keras.optimizers.Adam(learning_rate=0.01)"
 
 
+def test_smaller_rate_follows_from_the_first_update_if_it_is_too_large_already():
+    first, later = sample_with_update(0.2, step=1), sample_with_update(40.0)
+    loss = {"step": 60, "last_loss": 0.9, "highest_loss": 7e4}
+    finding = advice_of(first, later, loss, learning_rate=0.4)[0]
+    assert "in step 50 the update was 40 times as large as the weights" in finding.evidence
+    assert finding.change == "keras.optimizers.Adam(learning_rate=0.02)"
+
+
 @pytest.mark.parametrize(("optimizer", "name"), [("Lion", "Lion"), ("exec('x') or Adam", "Adam")])
 def test_optimizer_that_is_no_name_is_not_part_of_the_change(optimizer, name):
     (finding,) = advice_of({"step": 50, "highest_loss": 1e9, "last_loss": 1e9}, optimizer=optimizer)
