@@ -86,8 +86,9 @@ def _draw_errors(ax: Axes, outputs: np.ndarray, added: np.ndarray, highest: floa
     rows = np.arange(len(outputs))
     (line,) = ax.plot(outputs, rows, "o-", label="outputs", clip_on=False)
     line.set(color=style.DARK, markersize=size, linewidth=1)
-    (marks,) = ax.plot(added, rows, "x", label="new error of the layer", clip_on=False)
-    marks.set(color=style.MIDDLE, markersize=size + 1)
+    if not np.isnan(added).all():
+        (marks,) = ax.plot(added, rows, "x", label="new error of the layer", clip_on=False)
+        marks.set(color=style.MIDDLE, markersize=size + 1)
     limit = ax.axvline(highest, label=f"limit, {highest:g}")
     limit.set(color=style.DARK_LIGHT, linestyle="--")
 

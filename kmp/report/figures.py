@@ -136,8 +136,11 @@ def _layer_errors(summary: RunSummary) -> ReportFigure:
     step, replay = summary.metrics.comparisons[-1]
     caption = (
         "How far the outputs of each layer are from float32, relative to how they vary between"
-        " examples, and the part that the layer adds to it."
+        " examples"
     )
+    # It is measured only in a batch whose outputs are far from float32.
+    has_new_errors = any(each.new_error is not None for each in replay.layer_errors)
+    caption += ", and the part that the layer adds to it." if has_new_errors else "."
     alt = (
         f"Errors of {len(replay.layer_errors)} layers in step {step}; the outputs of the model"
         f" differ from float32 by {number(replay.output_error)}"
