@@ -136,12 +136,28 @@ def measure(epochs: int, seeds: int) -> dict[str, Any]:
 
 
 def draw_speed(axes: Axes, results: list[dict[str, Any]]) -> None:
-    """Draws a group of bars for each quantity, one bar for each precision, relative to float32."""
+    """Draws the speed of two models, relative to float32."""
     groups = {
-        "BERT-base,\nspeed": ("network throughput", "BERT-base, 32 of 128"),
-        "transformer block,\nspeed": ("training", "transformer block, 128 x 64 x 2048"),
-        "BERT-base,\nmemory": ("network memory", "BERT-base, 32 of 128"),
+        "BERT-base": ("network throughput", "BERT-base, 32 of 128"),
+        "transformer block": ("training", "transformer block, 128 x 64 x 2048"),
     }
+    draw_ratios(axes, results, groups)
+    for precision, color in COLORS.items():
+        axes.bar(0, 0, color=color, label=precision)
+    axes.legend(loc="upper left", ncols=3, frameon=False, columnspacing=1.2, handlelength=1)
+    axes.set_title("Speed on an H100", loc="left", weight="bold")
+
+
+def draw_memory(axes: Axes, results: list[dict[str, Any]]) -> None:
+    """Draws the memory of one model, relative to float32."""
+    draw_ratios(axes, results, {"BERT-base": ("network memory", "BERT-base, 32 of 128")})
+    axes.set_title("Memory", loc="left", weight="bold")
+
+
+def draw_ratios(
+    axes: Axes, results: list[dict[str, Any]], groups: dict[str, tuple[str, str]]
+) -> None:
+    """Draws a group of bars for each section and case, one bar for each precision."""
     x, centers = 0.0, []
     for section, case in groups.values():
         rows = [row for row in results if (row["section"], row["case"]) == (section, case)]
@@ -155,14 +171,10 @@ def draw_speed(axes: Axes, results: list[dict[str, Any]]) -> None:
             axes.text(x, ratio + 0.02, text, ha="center", va="bottom", fontsize="small")
             x += 1.0
         x += 0.9
-    for precision, color in COLORS.items():
-        axes.bar(0, 0, color=color, label=precision)
     axes.set_xticks(centers, groups)
     axes.tick_params(axis="x", length=0)
     axes.set_yticks([])
     axes.set_ylim(0, 2.2)
-    axes.legend(loc="upper left", ncols=3, frameon=False, columnspacing=1.2, handlelength=1)
-    axes.set_title("Training on an H100, relative to float32", loc="left", weight="bold")
 
 
 def draw_repair(axes: Axes, runs: list[dict[str, Any]]) -> None:
@@ -202,14 +214,19 @@ def draw_repair(axes: Axes, runs: list[dict[str, Any]]) -> None:
 
 
 def draw(figure_file: Path, results_file: Path) -> None:
-    """Draws both panels, to be read at a width of 800 pixels."""
+    """Draws the three panels, to be read at a width of 800 pixels."""
     plt.rcParams.update({"font.size": 11.5, "axes.titlesize": 13})
-    figure, (left, right) = plt.subplots(1, 2, figsize=(10.5, 4), layout="constrained")
-    draw_speed(left, json.loads(GPU.read_text(encoding="utf-8"))["results"])
-    draw_repair(right, json.loads(results_file.read_text(encoding="utf-8"))["runs"])
-    for axes in (left, right):
+    figure, (speed, memory, repair) = plt.subplots(
+        1, 3, figsize=(10.5, 4), width_ratios=[5, 2, 7], layout="constrained"
+    )
+    on_gpu = json.loads(GPU.read_text(encoding="utf-8"))["results"]
+    draw_speed(speed, on_gpu)
+    draw_memory(memory, on_gpu)
+    draw_repair(repair, json.loads(results_file.read_text(encoding="utf-8"))["runs"])
+    for axes in (speed, memory, repair):
         axes.spines[["top", "right"]].set_visible(False)
-    left.spines["left"].set_visible(False)
+    for axes in (speed, memory):
+        axes.spines["left"].set_visible(False)
     figure.get_layout_engine().set(wspace=0.06, w_pad=0.15, h_pad=0.12)
     figure.savefig(figure_file, dpi=160)
     plt.close(figure)
