@@ -54,7 +54,7 @@ def _parser() -> argparse.ArgumentParser:
     demo.add_argument(
         "--steps",
         type=_positive,
-        default=240,
+        default=360,
         help="training steps of each run (default: %(default)s)",
     )
     demo.add_argument(
