@@ -49,7 +49,8 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(metavar="COMMAND", dest="command")
 
     demo = commands.add_parser(
-        "demo", help="compare float32, float16, and float16 with kmp on one model"
+        "demo",
+        help="compare float32, float16, and float16 with kmp on a network that float16 breaks",
     )
     demo.add_argument(
         "--steps",

@@ -194,7 +194,7 @@ def test_chinese_page_has_the_same_code_tables_numbers_and_links():
 @pytest.mark.parametrize(
     ("page", "heading", "chinese_heading"),
     [
-        ("guide/command-line", "## Demo", "## 工作原理"),
+        ("guide/command-line", "## Demo", "## 演示"),
         ("coming-from", "## Compared with other tools", "## 与其他工具对比"),
     ],
 )

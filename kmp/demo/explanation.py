@@ -8,7 +8,7 @@ from kmp.demo.experiment import MASK, Result, Results, Variant
 from kmp.utils.float_formats import BFLOAT16, FLOAT16
 
 
-def explanation(results: Results, steps: int) -> Iterator[str]:
+def explanation(results: Results) -> Iterator[str]:
     """Yields paragraphs: the fault of the network, and what Keras and kmp make of it."""
     (_, in_float32), *others = results.items()
     yield " ".join(_fault([variant.policy for variant, _ in others]))
@@ -16,7 +16,7 @@ def explanation(results: Results, steps: int) -> Iterator[str]:
         if variant.with_kmp:
             yield " ".join(_outcome_of_kmp(variant, trained, in_float32))
         else:
-            yield " ".join(_outcome_of_keras(variant, trained, steps))
+            yield " ".join(_outcome_of_keras(variant, trained))
 
 
 def _fault(policies: Sequence[str]) -> Iterator[str]:
@@ -34,14 +34,14 @@ def _fault(policies: Sequence[str]) -> Iterator[str]:
         yield "It is finite in bfloat16, which has the exponent range of float32."
 
 
-def _outcome_of_keras(variant: Variant, trained: Sequence[Result], steps: int) -> Iterator[str]:
+def _outcome_of_keras(variant: Variant, trained: Sequence[Result]) -> Iterator[str]:
     accuracy = f"{mean_accuracy(trained):.2f}"
     losses = [loss for result in trained for loss in result.losses]
     if not all(map(math.isnan, losses)):
         yield f"{variant.name}: the accuracy is {accuracy}."
         return
     is_any_updated = any(result.updates for result in trained)
-    skipped = "" if is_any_updated else f", and Keras skips all {steps} steps"
+    skipped = "" if is_any_updated else ", and Keras skips every step"
     yield f"{variant.name}: the loss is NaN{skipped}."
     if all(result.accuracy == result.accuracies[0] for result in trained):
         yield f"The accuracy stays at {accuracy}, that of the untrained network."

@@ -41,7 +41,7 @@ def run(
                 result = experiment.train(variant, seed, length, parts, log_dir, advance)
                 trained.append(result)
     console.print(table(results, steps))
-    for paragraph in explanation(results, steps):
+    for paragraph in explanation(results):
         console.print(f"\n{paragraph}", markup=False, highlight=False)
     for warning in warnings_of_repairs(results):
         console.print("\nkmp's warning, as it appears in a training:\n")
@@ -51,8 +51,8 @@ def run(
     runs = {variant.name: trained[0].run for variant, trained in results.items()}
     recorded = {name: records for name, records in runs.items() if records is not None}
     name, last = list(recorded.items())[-1]
-    verdict = advise(last).verdict
-    console.print(f"\nkmp's verdict on {name}: {verdict}\n", markup=False, highlight=False)
+    verdict = f"kmp's verdict on {name}, seed {seeds[0]}: {advise(last).verdict}"
+    console.print(f"\n{verdict}\n", markup=False, highlight=False)
     for line in _write_files(results, recorded, length, out):
         console.print(line, markup=False, highlight=False, soft_wrap=True)
     return results
@@ -70,12 +70,12 @@ def table(results: Results, steps: int) -> Table:
     rows = Table(
         title=f"One network, {seeds} seed{'s' * (seeds > 1)} each",
         title_justify="left",
-        caption="Seconds: mostly tracing, and with kmp replays. Speed: kmp doctor",
+        caption="Seconds: mostly tracing and kmp's replays. To measure speed: kmp doctor",
         caption_justify="left",
     )
     rows.add_column("trained in")
     rows.add_column("validation\naccuracy", justify="right", min_width=len("0.000-0.000"))
-    rows.add_column(f"updates in\n{steps} steps", justify="right")
+    rows.add_column(f"updates\n(of {steps})", justify="right")
     rows.add_column("repaired\nby kmp")
     rows.add_column("final\nscale", justify="right")
     rows.add_column("seconds", justify="right")
@@ -134,6 +134,7 @@ def accuracies(results: Results, length: Length) -> Axes:
             f"step {repair.step}: kmp sets\n{repair.names} to float32",
             (repair.step, result.accuracies[0]),
             (length.steps / 8, 0.3),
+            fontsize="small",
             arrowprops={"arrowstyle": "->"},
         )
     return ax
