@@ -47,10 +47,11 @@ def run(
         console.print("\nkmp's warning, as it appears in a training:\n")
         # The lines stay as they are, to be copied.
         console.print(warning.strip(), markup=False, highlight=False, soft_wrap=True)
-    # Of the first seed, as the figures. The last variant is that of the policy.
+
+    # The verdict, the figures and the report are of the first seed.
     runs = {variant.name: trained[0].run for variant, trained in results.items()}
     recorded = {name: records for name, records in runs.items() if records is not None}
-    name, last = list(recorded.items())[-1]
+    name, last = list(recorded.items())[-1]  # that of the policy
     verdict = f"kmp's verdict on {name}, seed {seeds[0]}: {advise(last).verdict}"
     console.print(f"\n{verdict}\n", markup=False, highlight=False)
     for line in _write_files(results, recorded, length, out):
