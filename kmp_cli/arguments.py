@@ -49,12 +49,13 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(metavar="COMMAND", dest="command")
 
     demo = commands.add_parser(
-        "demo", help="compare float32, float16, and float16 with kmp on one model"
+        "demo",
+        help="compare float32, float16, and float16 with kmp on a network that float16 breaks",
     )
     demo.add_argument(
         "--steps",
         type=_positive,
-        default=240,
+        default=360,
         help="training steps of each run (default: %(default)s)",
     )
     demo.add_argument(

@@ -81,8 +81,6 @@ def load_figure():
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:overflow encountered in cast:RuntimeWarning")  # Keras' run
-@pytest.mark.filterwarnings("ignore:The constant -1e[+]09 in layer:UserWarning")  # the repair
 def test_figure_shows_a_run_that_keras_loses_and_that_repairs_itself(tmp_path):
     figure = load_figure()
     results = figure.measure(epochs=2, seeds=1)
@@ -196,7 +194,7 @@ def test_chinese_page_has_the_same_code_tables_numbers_and_links():
 @pytest.mark.parametrize(
     ("page", "heading", "chinese_heading"),
     [
-        ("guide/command-line", "## Demo", "## 工作原理"),
+        ("guide/command-line", "## Demo", "## 演示"),
         ("coming-from", "## Compared with other tools", "## 与其他工具对比"),
     ],
 )

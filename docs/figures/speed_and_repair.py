@@ -3,13 +3,14 @@
     python docs/figures/speed_and_repair.py          # trains, about two minutes on two CPU cores
     python docs/figures/speed_and_repair.py --draw   # draws the saved numbers again
 
-Needs the extra `demo`. The speed is read from benchmarks/h100.json. The trainings are those of a
-network of notebook 7 in three precisions; their numbers are in speed_and_repair.json.
+Needs the extra `demo`. The speed is read from benchmarks/h100.json. The trainings are those of
+`kmp demo`, and longer; their numbers are in speed_and_repair.json.
 """
 
 import argparse
 import datetime
 import json
+import math
 import os
 import tempfile
 from pathlib import Path
@@ -19,108 +20,42 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 # Its float16 is many times slower on newer CPUs.
 os.environ.setdefault("TF_ENABLE_ONEDNN_OPTS", "0")
 
-import keras
 import matplotlib.pyplot as plt
 import numpy as np
-from keras import ops
 from matplotlib.axes import Axes
 
-import kmp
 from kmp.bench import header
+from kmp.demo import experiment
+from kmp.demo.experiment import Variant
 from kmp.plots.style import DARK, LIGHT, MIDDLE
 
 FIGURE = Path(__file__).with_suffix(".png")
 RESULTS = Path(__file__).with_suffix(".json")
 GPU = Path(__file__).parents[2] / "benchmarks" / "h100.json"
-PRECISIONS = ("float32", "float16 in Keras", "float16 with kmp")
 COLORS = {"float32": "0.6", "float16": DARK, "bfloat16": LIGHT}
 EPOCHS = 10
 SEEDS = 3
 
 
-class ColumnAttention(keras.layers.Layer):
-    """Attends to the columns of an image that are not blank.
-
-    The constant of the mask is infinite in float16, and 0 times infinity is NaN.
-    """
-
-    def __init__(self, **options: Any) -> None:
-        super().__init__(**options)
-        self.query = keras.layers.Dense(8)
-        self.key = keras.layers.Dense(8)
-
-    def call(self, columns: Any) -> Any:
-        scores = self.query(columns) @ ops.transpose(self.key(columns), (0, 2, 1))
-        is_blank = ops.cast(ops.all(columns == 0, axis=-1), scores.dtype)
-        return ops.softmax(scores + is_blank[:, None] * -1e9) @ columns
-
-
-def build() -> keras.Model:
-    """Returns the same network in each precision: the dtype policy is what differs."""
-    model = keras.Sequential(
-        [
-            keras.Input((8, 8)),
-            ColumnAttention(name="attention"),
-            keras.layers.Flatten(),
-            keras.layers.Dense(64, activation="relu", name="hidden"),
-            keras.layers.Dense(10, activation="softmax", dtype="float32", name="digit"),
-        ],
-        name="digits",
-    )
-    # On a GPU, XLA may keep more bits between operations, which would hide the fault.
-    model.compile(
-        keras.optimizers.Adam(3e-3),
-        "sparse_categorical_crossentropy",
-        metrics=["accuracy"],
-        jit_compile=False,
-    )
-    return model
-
-
-def train(precision: str, seed: int, epochs: int, folder: Path) -> dict[str, Any]:
+def train(variant: Variant, seed: int, epochs: int, folder: Path) -> dict[str, Any]:
     """Returns the validation accuracy before the training and after each epoch.
 
     Also how many steps updated the weights, and with kmp the first repair: its step and layers.
     """
-    from sklearn.datasets import load_digits
-
-    images, labels = load_digits(return_X_y=True)
-    images = images.reshape(-1, 8, 8).transpose(0, 2, 1).astype("float32") / 16
-    order = np.random.default_rng(0).permutation(len(labels))
-    is_for_training = order[: len(labels) * 4 // 5]
-    is_for_validation = order[len(labels) * 4 // 5 :]
-    validation = images[is_for_validation], labels[is_for_validation]
-
-    keras.config.set_dtype_policy("mixed_float16" if "Keras" in precision else "float32")
-    callbacks = []
-    if "kmp" in precision:
-        kmp.enable()
-        callbacks = kmp.callbacks.defaults(folder)
-    keras.utils.set_random_seed(seed)
-    model = build()
-    before = model.evaluate(*validation, verbose=0)[1]
-    history = model.fit(
-        images[is_for_training],
-        labels[is_for_training],
-        validation_data=validation,
-        epochs=epochs,
-        verbose=0,
-        callbacks=callbacks,
-    )
-    accuracies = [before, *history.history["val_accuracy"]]
-    optimizer = getattr(model.optimizer, "inner_optimizer", model.optimizer)
+    parts = experiment.load()
+    steps_per_epoch = math.ceil(len(parts.training.labels) / experiment.BATCH_SIZE)
+    length = experiment.Length(epochs, steps_per_epoch)
+    trained = experiment.train(variant, seed, length, parts, folder)
     result = {
-        "precision": precision,
+        "precision": variant.name,
         "seed": seed,
-        "steps_of_an_epoch": history.params["steps"],
-        "updates": int(optimizer.iterations),
-        "validation_accuracy": [round(accuracy, 4) for accuracy in accuracies],
+        "steps_of_an_epoch": steps_per_epoch,
+        "updates": trained.updates,
+        "validation_accuracy": [round(accuracy, 4) for accuracy in trained.accuracies],
     }
-    if "kmp" in precision:
-        repair = next(row for row in kmp.load_run(folder).rows if "fallback" in row)
-        result["repair"] = {"step": repair["step"], "layers": repair["fallback"]}
-        kmp.disable()
-    keras.config.set_dtype_policy("float32")
+    if trained.repairs:
+        repair = trained.repairs[0]
+        result["repair"] = {"step": repair.step, "layers": repair.layers}
     return result
 
 
@@ -128,10 +63,10 @@ def measure(epochs: int, seeds: int) -> dict[str, Any]:
     """Trains in each precision with each seed."""
     runs = []
     with tempfile.TemporaryDirectory() as folder:
-        for precision in PRECISIONS:
+        for variant in experiment.variants("mixed_float16"):
             for seed in range(seeds):
-                runs.append(train(precision, seed, epochs, Path(folder, f"{precision}-{seed}")))
-                print(precision, seed, runs[-1]["validation_accuracy"][-1])
+                runs.append(train(variant, seed, epochs, Path(folder, f"{variant.name}-{seed}")))
+                print(variant.name, seed, runs[-1]["validation_accuracy"][-1])
     return {"date": datetime.date.today().isoformat(), **header(), "runs": runs}
 
 

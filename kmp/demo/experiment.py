@@ -1,163 +1,281 @@
-"""The demo's experiment: one model on real data, trained in three ways.
+"""The demo's experiment: one network on real data, trained in three ways.
 
-In float32, in float16 without loss scaling, and in float16 with kmp.
-The model denoises scikit-learn's digits and also classifies them, with one trunk for both tasks.
-The classification loss has a small weight, as auxiliary losses do, so its gradients are small:
-float16 flushes many of them to zero, and the accuracy drops.
+In float32, in float16 with Keras alone, and in float16 with kmp. The network classifies
+scikit-learn's digits. A constant of its attention is infinite in float16, and its loss is NaN.
 """
 
-import statistics
+import contextlib
 import time
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import keras
 import numpy as np
 import tensorflow as tf
+from keras import ops
 
-from kmp import callbacks, layers
-from kmp.enabling import enable, wrap
-from kmp.optimizer import LossScaleOptimizer
+from kmp import callbacks
+from kmp.enabling import enable
 from kmp.records import Run, load_run
 
-SEEDS = (0, 1, 2)
-BATCH_SIZE = 256
-LABEL_WEIGHT = 1e-5
-GROWTH_INTERVAL = 20
-_NOISE = 0.3
-_TEST_SHARE = 0.2
-_MOST_EPOCHS = 8
+MASK = -1e9
+BATCH_SIZE = 32
+_TRAINING_SHARE = 0.8
+_SAMPLES = 60  # of the gradients in a training
 
 
 class Data(NamedTuple):
     """Images and their labels.
 
     Args:
-        noisy: Float32 images with noise, of shape `(images, pixels)`.
-        clean: The same images without it.
-        labels: Their integer labels.
+        images: Float32 images of shape `(images, columns, pixels)`, between 0 and 1.
+        labels: The digits that they show.
     """
 
-    noisy: np.ndarray
-    clean: np.ndarray
+    images: np.ndarray
     labels: np.ndarray
 
 
+class Parts(NamedTuple):
+    """The parts of the data."""
+
+    training: Data
+    validation: Data
+
+
 class Variant(NamedTuple):
-    """How the model is trained.
+    """How the network is trained.
 
     Args:
         name: For the table and for folders.
         policy: The dtype policy.
-        scaled: Whether kmp scales the loss.
+        with_kmp: Whether kmp is enabled. Otherwise Keras alone has the policy.
     """
 
     name: str
     policy: str
-    scaled: bool
+    with_kmp: bool = True
+
+
+class Length(NamedTuple):
+    """How long a training is."""
+
+    epochs: int
+    steps_per_epoch: int
+
+    @property
+    def steps(self) -> int:
+        """The number of training steps."""
+        return self.epochs * self.steps_per_epoch
+
+
+class Repair(NamedTuple):
+    """The step at which kmp set layers to float32, and the paths of these layers."""
+
+    step: int
+    layers: list[str]
+
+    @property
+    def names(self) -> str:
+        """The names of the layers within the network."""
+        return ", ".join(repr(path.partition("/")[2]) for path in self.layers)
 
 
 @dataclass(frozen=True)
 class Result:
-    """Validation accuracy of a training, its seconds, and its records."""
+    """What a training led to.
 
-    accuracy: float
+    Args:
+        accuracies: The validation accuracy before the training and after each epoch.
+        losses: The loss of each epoch.
+        updates: Number of steps that updated the weights.
+        loss_scale: The loss scale at the end; `None` if the loss is not scaled.
+        seconds: Of the training.
+        warnings: The warnings of the training, as Python prints them.
+        run: The records. `None` without kmp, which nothing records.
+    """
+
+    accuracies: list[float]
+    losses: list[float]
+    updates: int
+    loss_scale: float | None
     seconds: float
-    run: Run
+    warnings: list[str]
+    run: Run | None
 
     @property
-    def zeros(self) -> float:
-        """Share of gradient elements that are exactly zero: the median over the sampled steps."""
-        return statistics.median(histogram.zero_fraction for histogram in self.run.histograms)
+    def accuracy(self) -> float:
+        """The validation accuracy after the training."""
+        return self.accuracies[-1]
+
+    @property
+    def repairs(self) -> list[Repair]:
+        """The repairs, oldest first."""
+        rows = self.run.rows if self.run else []
+        return [Repair(row["step"], row["fallback"]) for row in rows if row.get("fallback")]
 
 
-def load() -> tuple[Data, Data]:
-    """Returns the training part and the validation part of scikit-learn's digits.
+Results = dict[Variant, list[Result]]  # one for each seed
+
+
+class ColumnAttention(keras.layers.Layer):
+    """Attends to the columns of an image that are not blank.
+
+    The constant of the mask is infinite in float16, and 0 times infinity is NaN.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.query = keras.layers.Dense(8, name="query")
+        self.key = keras.layers.Dense(8, name="key")
+
+    def call(self, columns: Any) -> Any:
+        """Returns weighted means of the columns."""
+        scores = self.query(columns) @ ops.transpose(self.key(columns), (0, 2, 1))
+        is_blank = ops.cast(ops.all(columns == 0, axis=-1), scores.dtype)
+        return ops.softmax(scores + is_blank[:, None] * MASK) @ columns
+
+
+def load() -> Parts:
+    """Returns scikit-learn's digits.
 
     Raises:
         ImportError: If scikit-learn is not installed.
     """
     try:
         from sklearn.datasets import load_digits
-        from sklearn.model_selection import train_test_split
     except ImportError as error:
         raise ImportError(
             "The demo's data set is part of scikit-learn: pip install 'kmp[demo]'"
         ) from error
-    images, labels = load_digits(return_X_y=True)
-    clean = (images / 16.0).astype("float32")
-    noise = np.random.default_rng(0).normal(0.0, _NOISE, clean.shape)
-    split = train_test_split(
-        (clean + noise).astype("float32"), clean, labels, test_size=_TEST_SHARE, random_state=0
+    pixels, labels = load_digits(return_X_y=True)
+    columns = pixels.reshape(-1, 8, 8).transpose(0, 2, 1)
+    images = columns.astype("float32") / 16
+    order = np.random.default_rng(0).permutation(len(labels))
+    training, validation = np.split(order, [int(len(order) * _TRAINING_SHARE)])
+    return Parts(
+        Data(images[training], labels[training]),
+        Data(images[validation], labels[validation]),
     )
-    return Data(*split[0::2]), Data(*split[1::2])
 
 
-def variants(mixed_policy: str) -> list[Variant]:
-    """Returns the variants: float32, the policy without loss scaling, and, for float16, with it."""
-    dtype = mixed_policy.removeprefix("mixed_")
-    compared = [Variant("float32", "float32", scaled=False)]
-    if dtype != "float32":
-        compared.append(Variant(f"{dtype} without loss scaling", mixed_policy, scaled=False))
+def variants(policy: str) -> list[Variant]:
+    """Returns the variants: float32, Keras' float16 if the policy is of float16, and kmp's."""
+    dtype = policy.removeprefix("mixed_")
+    compared = [Variant("float32", "float32")]
     if dtype == "float16":
-        compared.append(Variant(f"{dtype} with kmp", mixed_policy, scaled=True))
+        compared.append(Variant("float16 in Keras", policy, with_kmp=False))
+    if dtype != "float32":
+        compared.append(Variant(f"{dtype} with kmp", policy))
     return compared
+
+
+def network() -> keras.Model:
+    """Returns the compiled network. The dtype policy decides in which precision it computes."""
+    model = keras.Sequential(
+        [
+            keras.Input((8, 8)),
+            ColumnAttention(name="attention"),
+            keras.layers.Flatten(name="flatten"),
+            keras.layers.Dense(64, activation="relu", name="hidden"),
+            keras.layers.Dense(10, activation="softmax", dtype="float32", name="digit"),
+        ],
+        name="digits",
+    )
+    # On a GPU, XLA may keep more bits between operations, which would hide the fault.
+    model.compile(
+        keras.optimizers.Adam(3e-3),
+        "sparse_categorical_crossentropy",
+        metrics=["accuracy"],
+        jit_compile=False,
+    )
+    return model
 
 
 def train(
     variant: Variant,
     seed: int,
-    steps: int,
-    parts: tuple[Data, Data],
+    length: Length,
+    parts: Parts,
     log_dir: Path,
-    on_step: Callable[[], None],
+    on_step: Callable[[], None] | None = None,
 ) -> Result:
-    """Trains one variant with one seed, writes its log, and evaluates it on the validation part."""
-    (noisy, clean, labels), test = parts
+    """Trains one variant with one seed.
+
+    Args:
+        variant: The variant.
+        seed: The seed of the weights and of the order of the images.
+        length: Of the training.
+        parts: What `load` returns.
+        log_dir: Where kmp writes its log.
+        on_step: Called after each step.
+    """
     keras.utils.set_random_seed(seed)
-    with enable(variant.policy, growth_interval=GROWTH_INTERVAL):
-        adam = keras.optimizers.Adam(2e-3)
-        model = _model(clean.shape[1], classes=int(labels.max()) + 1)
-        model.compile(
-            # A fixed scale of 1 does not scale the loss. It has the counters, so that all variants
-            # are measured alike.
-            wrap(adam) if variant.scaled else LossScaleOptimizer(adam, loss_scale=1.0),
-            loss={"image": "mse", "label": "sparse_categorical_crossentropy"},
-            loss_weights={"image": 1.0, "label": LABEL_WEIGHT},
-            metrics={"label": "accuracy"},
-        )
-        targets = {"image": clean, "label": labels}
-        examples = tf.data.Dataset.from_tensor_slices((noisy, targets)).cache()
-        shuffled = examples.shuffle(len(labels), seed=seed).repeat()
-        batches = shuffled.batch(BATCH_SIZE, drop_remainder=True)
-        loggers = callbacks.defaults(log_dir, every_n_steps=max(1, steps // 60))
-        progress = keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: on_step())
+    with _policy(variant), warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("default")
+        model = network()
+        before = model.evaluate(*parts.validation, batch_size=BATCH_SIZE, verbose=0)[1]
+        attached = []
+        if variant.with_kmp:
+            every = max(1, length.steps // _SAMPLES)
+            attached += callbacks.defaults(log_dir, every)
+        if on_step:
+            attached.append(
+                keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: on_step())
+            )
         started = time.perf_counter()
-        epochs = max(number for number in range(1, _MOST_EPOCHS + 1) if steps % number == 0)
         history = model.fit(
-            batches.prefetch(tf.data.AUTOTUNE),
-            epochs=epochs,
-            steps_per_epoch=steps // epochs,
-            validation_data=(test.noisy, {"image": test.clean, "label": test.labels}),
+            _batches(parts.training, seed),
+            epochs=length.epochs,
+            steps_per_epoch=length.steps_per_epoch,
+            validation_data=parts.validation,
             validation_batch_size=BATCH_SIZE,
-            callbacks=[*loggers, progress],
+            callbacks=attached,
             shuffle=False,
             verbose=0,
-        )
+        ).history
         seconds = time.perf_counter() - started
-    return Result(history.history["val_label_accuracy"][-1], seconds, load_run(log_dir))
+    run = load_run(log_dir) if variant.with_kmp else None
+    inner = getattr(model.optimizer, "inner_optimizer", model.optimizer)
+    return Result(
+        accuracies=[before, *history["val_accuracy"]],
+        losses=history["loss"],
+        updates=int(inner.iterations),
+        loss_scale=_loss_scale(model.optimizer, run),
+        seconds=seconds,
+        warnings=[f"{each.category.__name__}: {each.message}" for each in caught],
+        run=run,
+    )
 
 
-def _model(pixels: int, classes: int) -> keras.Model:
-    dense = keras.layers.Dense
-    noisy = keras.Input((pixels,))
-    trunk = dense(128, activation="relu", name="trunk_1")(noisy)
-    trunk = dense(128, activation="relu", name="trunk_2")(trunk)
-    image_hidden = dense(128, activation="relu", name="image_hidden")(trunk)
-    image = dense(pixels, dtype="float32", name="image")(image_hidden)
-    label_hidden = dense(128, activation="relu", name="label_hidden")(trunk)
-    logits = dense(classes, name="logits")(label_hidden)
-    label = layers.Softmax(name="label")(logits)
-    return keras.Model(noisy, {"image": image, "label": label})
+def _loss_scale(optimizer: keras.optimizers.Optimizer, run: Run | None) -> float | None:
+    """Returns the loss scale at the end of a training; `None` if there is none."""
+    if run is not None and not run.has_loss_scale:
+        return None
+    scale = getattr(optimizer, "dynamic_scale", None)
+    return None if scale is None else float(scale)
+
+
+@contextlib.contextmanager
+def _policy(variant: Variant) -> Iterator[None]:
+    """Sets the dtype policy in the context."""
+    if variant.with_kmp:
+        with enable(variant.policy):
+            yield
+        return
+    before = keras.config.dtype_policy()
+    keras.config.set_dtype_policy(variant.policy)
+    try:
+        yield
+    finally:
+        keras.config.set_dtype_policy(before)
+
+
+def _batches(data: Data, seed: int) -> tf.data.Dataset:
+    """Returns batches of the images in random order, without end."""
+    shuffled = tf.data.Dataset.from_tensor_slices(data).shuffle(len(data.labels), seed=seed)
+    batches = shuffled.repeat().batch(BATCH_SIZE, drop_remainder=True)
+    return batches.prefetch(tf.data.AUTOTUNE)

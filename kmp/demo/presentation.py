@@ -3,120 +3,139 @@
 import functools
 import shlex
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
+from matplotlib.axes import Axes
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
 from kmp import plots, report
+from kmp.advice import advise
 from kmp.demo import experiment
-from kmp.demo.experiment import BATCH_SIZE, GROWTH_INTERVAL, LABEL_WEIGHT, SEEDS, Result, Variant
-from kmp.report.format_table import both_formats
-from kmp.report.run_summary import RunSummary
-from kmp.utils.float_formats import FLOAT16, as_power
+from kmp.demo.experiment import Length, Result, Results
+from kmp.demo.explanation import explanation, mean_accuracy, warnings_of_repairs
+from kmp.records import Run
+from kmp.utils.float_formats import as_power
 
-Results = dict[Variant, list[Result]]
+SEEDS = (0, 1, 2)
+_MOST_EPOCHS = 8
 
 
-def run(console: Console, policy: str, steps: int, out: Path) -> Results:
+def run(
+    console: Console, policy: str, steps: int, out: Path, seeds: Sequence[int] = SEEDS
+) -> Results:
     """Trains each variant with each seed, prints a comparison, and writes all files to `out`."""
     parts = experiment.load()
     out.mkdir(parents=True, exist_ok=True)
+    length = _length(steps)
     results: Results = {variant: [] for variant in experiment.variants(policy)}
     with Progress(console=console) as progress:
-        task = progress.add_task("", total=len(results) * len(SEEDS) * steps)
-        for seed in SEEDS:
+        task = progress.add_task("", total=len(results) * len(seeds) * steps)
+        for seed in seeds:
             for variant, trained in results.items():
                 progress.update(task, description=f"{variant.name}, seed {seed}")
                 log_dir = out / variant.name.replace(" ", "-") / f"seed-{seed}"
                 advance = functools.partial(progress.advance, task)
-                result = experiment.train(variant, seed, steps, parts, log_dir, advance)
+                result = experiment.train(variant, seed, length, parts, log_dir, advance)
                 trained.append(result)
-    console.print(table(results))
-    for line in explanation(results):
-        console.print(line, highlight=False)
+    console.print(table(results, steps))
+    for paragraph in explanation(results):
+        console.print(f"\n{paragraph}", markup=False, highlight=False)
+    for warning in warnings_of_repairs(results):
+        console.print("\nkmp's warning, as it appears in a training:\n")
+        # The lines stay as they are, to be copied.
+        console.print(warning.strip(), markup=False, highlight=False, soft_wrap=True)
 
-    # The first seed of each variant in the report, that of the last one in the figures.
+    # The verdict, the figures and the report are of the first seed.
     runs = {variant.name: trained[0].run for variant, trained in results.items()}
-    *_, last = runs.values()
-    console.print(both_formats(RunSummary("", last)).intro, highlight=False)
-    middle = last.histograms[len(last.histograms) // 2]
-    plots.save(plots.gradient_exponents(middle), out / "gradient_exponents.png")
-    plots.save(plots.loss_scale(last), out / "loss_scale.png")
-    for line in (
-        f"Figure: {out / 'gradient_exponents.png'}",
-        f"Figure: {out / 'loss_scale.png'}",
-        f"Report: {report.write(runs, out / 'report.html')}",
-        f"Logs: {out}",
-        f"To view the logs: tensorboard --logdir {shlex.quote(str(out))}",
-    ):
+    recorded = {name: records for name, records in runs.items() if records is not None}
+    name, last = list(recorded.items())[-1]  # that of the policy
+    verdict = f"kmp's verdict on {name}, seed {seeds[0]}: {advise(last).verdict}"
+    console.print(f"\n{verdict}\n", markup=False, highlight=False)
+    for line in _write_files(results, recorded, length, out):
         console.print(line, markup=False, highlight=False, soft_wrap=True)
     return results
 
 
-def table(results: Results) -> Table:
+def _length(steps: int) -> Length:
+    """Returns the length of a training in epochs of equal length, as many as divide the steps."""
+    epochs = max(number for number in range(1, _MOST_EPOCHS + 1) if steps % number == 0)
+    return Length(epochs, steps // epochs)
+
+
+def table(results: Results, steps: int) -> Table:
     """Returns a table of all variants: means over the seeds, and the range of the accuracy."""
-    rows = Table(title=f"One model, {len(SEEDS)} seeds each: mean and range", title_justify="left")
+    seeds = len(next(iter(results.values())))
+    rows = Table(
+        title=f"One network, {seeds} seed{'s' * (seeds > 1)} each",
+        title_justify="left",
+        caption="Seconds: mostly tracing and kmp's replays. To measure speed: kmp doctor",
+        caption_justify="left",
+    )
     rows.add_column("trained in")
     rows.add_column("validation\naccuracy", justify="right", min_width=len("0.000-0.000"))
-    others = ("zero\ngradients", "flushed\nto zero", "overflow\ncount", "final\nscale", "seconds")
-    for name in others:
-        rows.add_column(name, justify="right")
-    in_float32 = _mean_zeros(next(iter(results.values())))
+    rows.add_column(f"updates\n(of {steps})", justify="right")
+    rows.add_column("repaired\nby kmp")
+    rows.add_column("final\nscale", justify="right")
+    rows.add_column("seconds", justify="right")
     for variant, trained in results.items():
-        rows.add_row(variant.name, *_cells(variant, trained, in_float32))
+        rows.add_row(variant.name, *_cells(trained))
     return rows
 
 
-def _cells(variant: Variant, trained: Sequence[Result], zeros_in_float32: float) -> Iterator[str]:
+def _cells(trained: Sequence[Result]) -> Iterator[str]:
     accuracies = [result.accuracy for result in trained]
-    yield f"{statistics.fmean(accuracies):.3f}\n{min(accuracies):.3f}-{max(accuracies):.3f}"
-    zeros = _mean_zeros(trained)
-    yield f"{zeros:.1%}"
-    yield "" if variant.policy == "float32" else f"{max(0.0, zeros - zeros_in_float32):.1%}"
-    yield " ".join(str(result.run.last("overflow_count")) for result in trained)
-    scales = {as_power(result.run.last("loss_scale")) for result in trained}
-    yield "\n".join(sorted(scales)) if variant.scaled else "none"
+    yield f"{mean_accuracy(trained):.3f}\n{min(accuracies):.3f}-{max(accuracies):.3f}"
+    yield _distinct(str(result.updates) for result in trained)
+    repairs = [repair for result in trained for repair in result.repairs]
+    yield _distinct(f"step {repair.step}:\n{repair.names}" for repair in repairs) or "nothing"
+    scales = [result.loss_scale for result in trained if result.loss_scale is not None]
+    yield _distinct(map(as_power, scales)) or "none"
     yield f"{statistics.fmean(result.seconds for result in trained):.1f}"
 
 
-def _mean_zeros(trained: Sequence[Result]) -> float:
-    return statistics.fmean(result.zeros for result in trained)
+def _distinct(texts: Iterable[str]) -> str:
+    return "\n".join(dict.fromkeys(texts))
 
 
-def explanation(results: Results) -> Iterator[str]:
-    """Yields paragraphs: the task, the accuracies, and why they differ.
+def _write_files(
+    results: Results, recorded: dict[str, Run], length: Length, out: Path
+) -> Iterator[str]:
+    """Writes the figures and the report. Yields a line about each file."""
+    plots.save(accuracies(results, length), out / "accuracy.png")
+    yield f"Figure: {out / 'accuracy.png'}"
+    *_, last = recorded.values()
+    middle = last.histograms[len(last.histograms) // 2]
+    exponents = plots.gradient_exponents(middle, dtype=last.format.name)
+    plots.save(exponents, out / "gradient_exponents.png")
+    yield f"Figure: {out / 'gradient_exponents.png'}"
+    yield f"Report: {report.write(recorded, out / 'report.html')}"
+    yield f"Logs: {out}"
+    yield f"To view the logs: tensorboard --logdir {shlex.quote(str(out))}"
 
-    The last only if they differ by more than the seeds do.
-    """
-    yield (
-        "The model denoises images and also classifies them, with one trunk for both tasks. The"
-        f" classification loss has the small weight {LABEL_WEIGHT:g}, as auxiliary losses do."
-        " Accuracy is that of the classification."
-    )
-    accuracies = {}
+
+def accuracies(results: Results, length: Length) -> Axes:
+    """Draws the validation accuracy of the first seed of each variant, and marks its repairs."""
+    name = "val_accuracy"
+    runs = {}
     for variant, trained in results.items():
-        accuracies[variant.name] = [result.accuracy for result in trained]
-    spread = max(max(values) - min(values) for values in accuracies.values())
-    means = {name: statistics.fmean(values) for name, values in accuracies.items()}
-    if len(means) > 1 and max(means.values()) - min(means.values()) <= spread:
-        yield f"The mean accuracies differ by no more than the seeds do ({spread:.3f})."
-    elif any(variant.scaled for variant in results):
-        outcome = ", ".join(f"{accuracy:.2f} in {name}" for name, accuracy in means.items())
-        gradient = LABEL_WEIGHT / BATCH_SIZE
-        yield (
-            f"The accuracy is {outcome}. The reason: the loss is a mean over a batch of"
-            f" {BATCH_SIZE}, so a gradient at the classification output is at most {LABEL_WEIGHT:g}"
-            f" / {BATCH_SIZE} = {gradient:.1e}. float16 flushes to zero what is below half of its"
-            f" smallest subnormal, 2^-24 = {FLOAT16.smallest_subnormal:.1e}: a predicted"
-            f" probability whose error is below {2.0**FLOAT16.flush_exponent / gradient:.2f} gets a"
-            " zero gradient."
+        rows = [
+            {"step": epoch * length.steps_per_epoch, "metrics": {name: accuracy}}
+            for epoch, accuracy in enumerate(trained[0].accuracies)
+        ]
+        runs[variant.name] = Run(rows)
+    ax = plots.metric(runs, name)
+    ax.set_ylim(0, 1)
+    repaired = [trained[0] for trained in results.values() if trained[0].repairs]
+    for result in repaired:
+        repair = result.repairs[0]
+        ax.annotate(
+            f"step {repair.step}: kmp sets\n{repair.names} to float32",
+            (repair.step, result.accuracies[0]),
+            (length.steps / 8, 0.3),
+            fontsize="small",
+            arrowprops={"arrowstyle": "->"},
         )
-        yield (
-            "'Flushed to zero' is the share of zeros beyond that in float32, where inactive ReLU"
-            " units cause zeros. The loss scale moves all gradients up into float16's range. It"
-            " grows until a gradient overflows; that step is skipped. (The growth interval is"
-            f" {GROWTH_INTERVAL} steps here, to show this in a short run; the default is 2000.)"
-        )
+    return ax
