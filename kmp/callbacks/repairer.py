@@ -234,7 +234,7 @@ class Repairer:
         limits = _not_in_files(self._model, changed) + _still_in_16_bits(changed)
         user_messages.warn(
             f"{capitalized(when)} kmp set the {layers} {names} to float32, and"
-            f" {continues}.{why} To make it permanent:\n  {change}{limits}\n"
+            f" {continues}.{why} To make this change permanent:\n  {change}{limits}\n"
         )
 
 

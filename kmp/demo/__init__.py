@@ -1,4 +1,4 @@
-"""`kmp demo`: compares one model in float32, in float16, and in float16 with kmp."""
+"""`kmp demo`: compares a network in float32, in float16 with Keras, and in float16 with kmp."""
 
 from kmp.demo.presentation import run
 

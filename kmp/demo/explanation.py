@@ -44,9 +44,9 @@ def _outcome_of_keras(variant: Variant, trained: Sequence[Result]) -> Iterator[s
     skipped = "" if is_any_updated else ", and Keras skips every step"
     yield f"{variant.name}: the loss is NaN{skipped}."
     if all(result.accuracy == result.accuracies[0] for result in trained):
-        yield f"The accuracy stays at {accuracy}, that of the untrained network."
+        yield f"The accuracy stays at {accuracy}: all outputs are NaN, and count as the digit 0."
     printed = dict.fromkeys(text for result in trained for text in result.warnings)
-    yield f"The only warning: {'; '.join(printed)}." if printed else "Nothing warns of it."
+    yield f"All that warns of it: {'; '.join(printed)}." if printed else "Nothing warns of it."
 
 
 def _outcome_of_kmp(

@@ -71,7 +71,7 @@ def table(results: Results, steps: int) -> Table:
     rows = Table(
         title=f"One network, {seeds} seed{'s' * (seeds > 1)} each",
         title_justify="left",
-        caption="Seconds: mostly tracing and kmp's replays. To measure speed: kmp doctor",
+        caption="Seconds: mostly of tracing and replays.",
         caption_justify="left",
     )
     rows.add_column("trained in")

@@ -108,18 +108,33 @@ def learning_rate(run: RunMetrics) -> float | None:
 
 
 def smaller_learning_rate(run: RunMetrics) -> SetArguments:
-    """Returns a rate smaller by the measured ratio of update to weights, at most a tenth.
-
-    That is of the first update, if it is too large already: later ones are of weights that have
-    diverged.
-    """
-    ratio, factor = run.update_ratio[1], 0.1
-    if run.has_no_update:
-        ratio = run.estimated_update
-    elif run.first_update_ratio > thresholds.LARGE_UPDATE:
-        ratio = run.first_update_ratio
+    """Returns a rate smaller by the measured ratio of update to weights, at most a tenth."""
+    ratio, factor = _update_ratio(run), 0.1
     if ratio > 0 and math.isfinite(ratio):
         factor = min(factor, thresholds.TYPICAL_UPDATE / ratio)
     rate = learning_rate(run)
     value = f"{factor:.1g} * learning_rate" if rate is None else f"{rate * factor:.1g}"
     return SetArguments(optimizer_call(run), {"learning_rate": value})
+
+
+def _update_ratio(run: RunMetrics) -> float:
+    """Returns the ratio of update to weights that a smaller rate has to reduce."""
+    if run.has_no_update:
+        return run.estimated_update
+    is_highest_at_first = learning_rate(run) == run.settings.get("learning_rate")
+    early = _first_large_update(run) if is_highest_at_first else None
+    return run.update_ratio[1] if early is None else early
+
+
+def _first_large_update(run: RunMetrics) -> float | None:
+    """Returns the first ratio that is too large, if the weights have not grown before.
+
+    Later ones are of weights that have diverged, and may be larger by any factor.
+    """
+    weighed = [sample for sample in run.samples if sample.weight_norm > 0]
+    for sample in weighed:
+        if sample.weight_norm > 2 * weighed[0].weight_norm:
+            return None
+        if sample.update_ratio > thresholds.LARGE_UPDATE:
+            return sample.update_ratio
+    return None

@@ -268,11 +268,6 @@ class RunMetrics:
         return max([*ratios, (0, 0.0)], key=itemgetter(1))
 
     @property
-    def first_update_ratio(self) -> float:
-        """The norm of the first sampled update relative to that of the weights; NaN if unknown."""
-        return self.samples[0].update_ratio if self.samples else math.nan
-
-    @property
     def has_no_update(self) -> bool:
         """Whether no update of the weights was measured."""
         return self.update_ratio[1] == 0.0

@@ -25,7 +25,8 @@ def both_formats(run: RunSummary) -> Table:
     Of the newest batch that was passed in both, and of all such batches since the last repair.
     Empty if there is none.
     """
-    measured = _measured(run.metrics.run) or _measured(run.run)
+    since_repair = _measured(run.metrics.run)
+    measured = since_repair or _measured(run.run)
     if not measured:
         return Table()
     step, newest = measured[-1]
@@ -52,7 +53,7 @@ def both_formats(run: RunSummary) -> Table:
         ("layer", *_headings("outputs", names), *_headings("gradients", names)),
         tuple(rows),
         with_omitted(note, len(layers), _MOST_ROWS),
-        intro=_conclusion(run, measured),
+        intro=_conclusion(run, measured, is_before_repair=not since_repair),
     )
 
 
@@ -114,12 +115,12 @@ def _cell(errors: dict[str, float], layer: str) -> str:
     return percent(error) if math.isfinite(error) else "NaN or Inf"
 
 
-def _conclusion(run: RunSummary, measured: _Replays) -> str:
+def _conclusion(run: RunSummary, measured: _Replays, *, is_before_repair: bool) -> str:
     """Returns one line on all batches that were passed in both formats."""
     steps = [str(step) for step, _ in measured]
-    batches = (
-        f"In the batch{'es' if len(steps) > 1 else ''} of {_steps(steps)}, passed in both formats"
-    )
+    plural = "es" if len(steps) > 1 else ""
+    before = " before the repair" if is_before_repair else ""
+    batches = f"In the batch{plural} of {_steps(steps)}{before}, replayed in both formats"
     pairs = [_passes(replay) for _, replay in measured]
     formats = [_errors_of_format(run, steps, passes) for passes in zip(*pairs, strict=True)]
     return formats_compared(batches, formats)

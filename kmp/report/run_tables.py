@@ -208,9 +208,10 @@ def other_scales(run: RunSummary) -> Table:
         label = f"{name}: {scale(2.0**exponent)}"
         rows.append((label, underflow, shares["overflow"], shares["skipped"]))
 
+    # Without samples, the curve is that of float32 references.
     count = len(run.metrics.samples)
-    steps = f"{count} sampled step{'s' * (count != 1)}"
-    sentences = [_recommendation(curve), f"Shares of gradient elements, and of {steps}."]
+    steps = f", and of {count} sampled step{'s' * (count > 1)}" if count else ""
+    sentences = [_recommendation(curve), f"Shares of gradient elements{steps}."]
     if run.metrics.skipped_steps is not None:
         sentences.append(f"In the run itself, {skipped(run.metrics)}.")
     if curve.is_measured:
@@ -249,5 +250,5 @@ def _recommendation(curve: WhatIf) -> str:
     begin = f"{scale(2.0**low)} to" if curve.is_lowest_known else "at most"
     text = f"Recommended: {begin} {scale(2.0**high)}"
     if curve.is_lowest_known and low <= curve.in_use <= high:
-        return f"{text}, where the scale in use is: nothing has to change."
+        return f"{text}, which includes the scale in use."
     return f"{text}."

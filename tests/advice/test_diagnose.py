@@ -1,6 +1,7 @@
 """Diagnoses hand-written records. The programs in `faults` are diagnosed after their trainings."""
 
 import copy
+import math
 import pickle
 from dataclasses import replace
 
@@ -545,12 +546,30 @@ def test_growth_of_weights_between_samples_is_an_update():
     assert finding.change == "keras.optimizers.Adam(learning_rate=0.01)"
 
 
-def test_smaller_rate_follows_from_the_first_update_if_it_is_too_large_already():
-    first, later = sample_with_update(0.2, step=1), sample_with_update(40.0)
+@pytest.mark.parametrize(
+    ("samples", "rates", "change"),
+    [
+        ([{"update_norm": 0.2}], (), "0.02"),
+        ([{"update_norm": math.nan}, {"update_norm": 0.2}], (), "0.02"),
+        ([{"update_norm": 0.02}, {"update_norm": 0.2}], (), "0.02"),
+        ([{"update_norm": 0.2}], (0.4, 0.1), "0.02"),  # a rate that falls
+        ([{"update_norm": 0.2}], (0.4, 0.8), "0.0002"),  # one that rises
+        ([{"update_norm": 0.02}, {"update_norm": 2.0, "weight_norm": 9.0}], (), "0.0001"),
+    ],
+)
+def test_smaller_rate_follows_from_the_first_large_update_of_weights_that_have_not_grown(
+    samples, rates, change
+):
+    early = [sample_with_update(step=step, **each) for step, each in enumerate(samples, 1)]
     loss = {"step": 60, "last_loss": 0.9, "highest_loss": 7e4}
-    finding = advice_of(first, later, loss, learning_rate=0.4)[0]
+    epochs = [
+        {"step": 60 + number, "metrics": {"learning_rate": rate}}
+        for number, rate in enumerate(rates)
+    ]
+    later = sample_with_update(40.0, weight_norm=1.0)
+    finding = advice_of(*early, later, loss, *epochs, learning_rate=0.4)[0]
     assert "in step 50 the update was 40 times as large as the weights" in finding.evidence
-    assert finding.change == "keras.optimizers.Adam(learning_rate=0.02)"
+    assert finding.change == f"keras.optimizers.Adam(learning_rate={change})"
 
 
 @pytest.mark.parametrize(("optimizer", "name"), [("Lion", "Lion"), ("exec('x') or Adam", "Adam")])

@@ -82,7 +82,8 @@ def test_explanation_has_what_keras_skipped_and_what_kmp_repaired():
     assert "float16 ends at 65504" in fault
     assert of_keras == (
         "float16 in Keras: the loss is NaN, and Keras skips every step. The accuracy stays at"
-        " 0.10, that of the untrained network. The only warning: RuntimeWarning: overflow."
+        " 0.10: all outputs are NaN, and count as the digit 0. All that warns of it:"
+        " RuntimeWarning: overflow."
     )
     assert of_kmp == (
         "float16 with kmp: in each run kmp sets 'attention' to float32, and trains on."

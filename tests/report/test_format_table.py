@@ -71,7 +71,7 @@ def test_table_has_the_errors_of_the_newest_batch_and_the_line_the_largest_of_al
         ("m/first", "0.02 %", "0.10 %", "-", "-"),
     )
     assert table.intro == (
-        "In the batches of steps 1 and 96, passed in both formats,"
+        "In the batches of steps 1 and 96, replayed in both formats,"
         " the outputs differ from float32 by at most 0.10 % in"
         " float16 and 0.90 % in bfloat16, and the gradients of a layer by at most 0.30 % and"
         " 3.00 %. float16 does not overflow there, at the loss scales 2^15 and 2^14."
@@ -88,7 +88,7 @@ def test_line_names_where_a_bfloat16_model_leaves_the_range_of_float16():
         step_9=replay(compared(0.005, 0.02), overflow(), "float16", scales=(1.0, 2.0**15)),
     )
     assert table.intro == (
-        "In the batches of steps 1 and 9, passed in both formats,"
+        "In the batches of steps 1 and 9, replayed in both formats,"
         " the outputs differ from float32 by at most 0.50 % in"
         " bfloat16, and the gradients of a layer by at most 2.00 %. float16 fails: in steps 1 and"
         " 9, MatMul in layer 'last' returns Inf, beyond float16's maximum."
@@ -102,7 +102,7 @@ def test_line_names_where_a_bfloat16_model_leaves_the_range_of_float16():
 def test_line_has_the_loss_scale_of_an_overflow_in_the_backward_pass():
     table = table_of(step_3=replay(overflow(is_backward=True), compared(0.004, 0.01)))
     assert table.intro == (
-        "In the batch of step 3, passed in both formats,"
+        "In the batch of step 3, replayed in both formats,"
         " the outputs differ from float32 by at most 0.40 % in bfloat16, and"
         " the gradients of a layer by at most 1.00 %. float16 fails: in step 3, MatMul in the"
         " backward pass of layer 'last', at the loss scale 2^15, returns Inf, beyond float16's"
@@ -116,7 +116,7 @@ def test_nan_of_one_batch_is_told_from_the_errors_of_the_other():
         step_5=replay(compared(0.00001, 0.001), compared(0.004, 0.01)),
     )
     assert table.intro == (
-        "In the batches of steps 1 and 5, passed in both formats,"
+        "In the batches of steps 1 and 5, replayed in both formats,"
         " the outputs differ from float32 by at most 0.01 %"
         " in float16 where it is finite and 0.40 % in bfloat16, and the gradients of a layer by at"
         " most 0.10 % and 1.00 %. float16 fails: in step 1, MatMul in layer 'last' returns"
@@ -131,9 +131,10 @@ def test_batches_before_a_repair_are_not_compared_if_there_are_later_ones():
     )
     run.rows.insert(1, {"step": 1, "fallback": ["m/last"]})
     intro = both_formats(RunSummary("repaired", run)).intro
-    assert intro.startswith("In the batch of step 5, passed in both formats, ")
+    assert intro.startswith("In the batch of step 5, replayed in both formats, ")
     assert "fails" not in intro
     before = both_formats(RunSummary("repaired", Run(run.rows[:2], HEADER))).intro
+    assert before.startswith("In the batch of step 1 before the repair, replayed in both formats")
     assert "float16 fails: in step 1" in before
 
 
@@ -141,7 +142,7 @@ def test_forward_passes_alone_have_no_loss_scale_and_no_gradients():
     forward = Comparison(0.001, [LayerError("m", 0.001)])
     table = table_of(step_1=replay(forward, dataclasses.replace(forward, output_error=0.009)))
     assert table.intro == (
-        "In the batch of step 1, passed in both formats,"
+        "In the batch of step 1, replayed in both formats,"
         " the outputs differ from float32 by at most 0.10 % in float16 and"
         " 0.90 % in bfloat16. float16 does not overflow there."
     )
@@ -153,7 +154,7 @@ def test_replay_that_is_not_finite_is_no_difference_from_float32():
     failed = dataclasses.replace(failed, comparison=compared(1e6, 0.0))
     table = table_of(step_1=failed)
     assert table.intro.startswith(
-        "In the batch of step 1, passed in both formats,"
+        "In the batch of step 1, replayed in both formats,"
         " the outputs differ from float32 by at most 0.40 % in bfloat16, "
     )
     assert table.intro.endswith(
