@@ -130,16 +130,18 @@ def package_checks(extra: str) -> Iterator[Check]:
     Args:
         extra: kmp's extra that installs TensorFlow for this machine, `"cuda"` or `"cpu"`.
     """
-    metadata, tensorflow = importlib.metadata.metadata("kmp"), tensorflow_packages()
+    metadata = importlib.metadata.metadata("kmp")
+    installed = {module: packages_of(module) for module in ("tensorflow", "keras")}
     found = [f"Python {platform.python_version()}", f"kmp {metadata['Version']}"]
-    if not tensorflow:  # first: the extra also installs whatever else is missing
+    if not installed["tensorflow"]:  # first: the extra also installs whatever else is missing
         yield Check("tensorflow", ERROR, "not installed", f"pip install 'kmp[{extra}]'")
-    elif len(tensorflow) > 1:
-        both = " and ".join(tensorflow)
-        text = f"{both} are both installed, and each overwrites files of the other"
-        fix = f"pip uninstall -y {' '.join(tensorflow)}  # then install one of them"
-        yield Check("tensorflow", WARNING, text, fix)
-    for requirement in _requirements(metadata.get_all("Requires-Dist") or (), tensorflow):
+    for module, packages in installed.items():
+        if len(packages) > 1:
+            both = " and ".join(packages)
+            text = f"{both} are both installed, and each overwrites files of the other"
+            fix = f"pip uninstall -y {' '.join(packages)}  # then install one of them"
+            yield Check(module, WARNING, text, fix)
+    for requirement in _requirements(metadata.get_all("Requires-Dist") or (), installed):
         version = installed_version(requirement.name)
         needed = f"{requirement.name}{requirement.specifier}"
         if version is not None and requirement.specifier.contains(version, prereleases=True):
@@ -150,19 +152,25 @@ def package_checks(extra: str) -> Iterator[Check]:
     yield Check("packages", OK, ", ".join(found))
 
 
-def _requirements(lines: Iterable[str], tensorflow: Sequence[str]) -> Iterator[Requirement]:
-    """Yields what kmp needs without extras, and TensorFlow under the name that is installed."""
+def _requirements(
+    lines: Iterable[str], installed: Mapping[str, Sequence[str]]
+) -> Iterator[Requirement]:
+    """Yields what kmp needs without extras, and TensorFlow.
+
+    TensorFlow and Keras have the name under which they are installed.
+    """
     for requirement in map(Requirement, lines):
-        if requirement.name == "tensorflow" and tensorflow:  # in an extra
-            requirement.name = tensorflow[0]  # `tensorflow-cpu` provides it too
+        packages = installed.get(requirement.name)
+        if packages:
+            requirement.name = packages[0]  # such as `tensorflow-cpu` or `keras-nightly`
             yield requirement
-        elif requirement.marker is None:
+        elif requirement.marker is None:  # others are in an extra
             yield requirement
 
 
 def library_check() -> Check:
     """Checks the CUDA libraries that TensorFlow's extra `and-cuda` installs."""
-    package = tensorflow_packages()[0]
+    package = packages_of("tensorflow")[0]
     missing = []
     for requirement in map(Requirement, importlib.metadata.requires(package) or ()):
         if requirement.marker is None or not requirement.marker.evaluate({"extra": "and-cuda"}):
@@ -178,9 +186,9 @@ def library_check() -> Check:
     return Check("CUDA libraries", ERROR, text, fix)
 
 
-def tensorflow_packages() -> list[str]:
-    """Returns the names of the installed packages that contain TensorFlow."""
-    return sorted(set(importlib.metadata.packages_distributions().get("tensorflow", [])))
+def packages_of(module: str) -> list[str]:
+    """Returns the names of the installed packages that contain a module."""
+    return sorted(set(importlib.metadata.packages_distributions().get(module, [])))
 
 
 def installed_version(package: str) -> str | None:
@@ -234,7 +242,7 @@ def _build_check(build: Mapping[str, Any], has_driver: bool) -> Check:
     if not has_driver:
         return Check("CUDA build", INFO, "TensorFlow is built without CUDA")
     text = "TensorFlow is built without CUDA and cannot use the GPU"
-    fix = f"pip uninstall -y {' '.join(tensorflow_packages())} && pip install 'kmp[cuda]'"
+    fix = f"pip uninstall -y {' '.join(packages_of('tensorflow'))} && pip install 'kmp[cuda]'"
     return Check("CUDA build", ERROR, text, fix)
 
 

@@ -7,7 +7,7 @@ import tensorflow as tf
 from gpu_kernels import GPU, Copy, place
 
 import kmp
-from kmp.backend import tensorflow_internals
+from kmp.backend import tensorflow_internals, xla
 from kmp.gradients.tensor_statistics import gradient_statistics, update_statistics
 
 pytestmark = pytest.mark.skipif(
@@ -20,6 +20,12 @@ KNOWN_BEFORE_THE_STEP = {
     *("AddV2", "Cast", "Const", "Equal", "Greater", "Identity", "LogicalAnd", "Placeholder"),
     *("ReadVariableOp", "StridedSlice", "Unpack", "VarHandleOp"),
 }
+
+
+@pytest.fixture
+def compiled_for_a_gpu(monkeypatch):
+    """Makes a compiled step what it is on a GPU."""
+    monkeypatch.setattr(xla, "has_gpu", lambda: True)
 
 
 def sources(tensor):
@@ -57,6 +63,7 @@ def captured(model):
     return model
 
 
+@pytest.mark.usefixtures("compiled_for_a_gpu")
 @pytest.mark.parametrize("option", matrix.OPTIONS)
 def test_compiled_step_copies_nothing_to_the_host(option):
     """A branch on a value of the device makes the host wait for it: a finite step has none."""
@@ -92,6 +99,7 @@ def test_step_copies_only_branch_conditions_to_the_host(option):
     assert placement.without_kernel <= baseline.without_kernel
 
 
+@pytest.mark.usefixtures("compiled_for_a_gpu")
 @pytest.mark.parametrize("option", matrix.OPTIONS)
 def test_xla_has_a_gpu_kernel_for_every_operation_of_a_step(option, xla_on_gpu):
     with kmp.enable():

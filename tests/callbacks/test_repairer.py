@@ -442,7 +442,7 @@ def test_files_clones_and_conversions_of_a_repaired_model_compute_as_it_does(tmp
     assert set(expected) == {"float16", "float32"}
     loaded = keras.models.load_model(tmp_path / "model.keras")
     # Loaded without `enable`: its normalization is that of Keras, which rounds once less.
-    np.testing.assert_allclose(loaded(x), model(x), rtol=2e-3)
+    np.testing.assert_allclose(loaded(x), model(x), rtol=2e-3, atol=1e-4)
     for other in (loaded, keras.models.clone_model(model), kmp.convert(model)):
         assert all_dtypes(other) == expected
     assert set(all_dtypes(kmp.to_float32(model))) == {"float32"}
@@ -577,7 +577,7 @@ def test_model_whose_loss_exploded_before_it_overflowed_keeps_its_layers():
         options = {"optimizer": keras.optimizers.SGD(rate), "jit_compile": False}
         model = sequential(*hidden, layers.Dense(1), shape=(8,), **options)
     callbacks = defaults(on_stuck="ignore")
-    model.fit(x, x.sum(1, keepdims=True), batch_size=16, epochs=2, verbose=0, callbacks=callbacks)
+    model.fit(x, x.sum(1, keepdims=True), batch_size=16, epochs=3, verbose=0, callbacks=callbacks)
     assert model.optimizer.snapshot().nonfinite_loss_count
     assert callbacks[0].run.last("fallback") is None
 

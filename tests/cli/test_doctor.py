@@ -51,6 +51,21 @@ def machine(monkeypatch):
 
 
 @pytest.fixture
+def install(monkeypatch):
+    """Returns a function that sets the packages which contain TensorFlow and Keras.
+
+    Those of Keras are by default the installed ones.
+    """
+    of_keras = doctor.packages_of("keras")
+
+    def set_up(tensorflow, keras=of_keras):
+        packages = {"tensorflow": list(tensorflow), "keras": list(keras)}
+        monkeypatch.setattr(doctor, "packages_of", packages.__getitem__)
+
+    return set_up
+
+
+@pytest.fixture
 def versions(monkeypatch):
     """The versions of packages that replace those of this environment.
 
@@ -96,7 +111,8 @@ def test_driver_and_gpus_are_those_that_nvidia_smi_reports(nvidia_smi, script, s
 def test_packages_of_this_environment_are_in_the_promised_range():
     (check,) = doctor.package_checks("cpu")
     assert check.status == OK
-    assert {"Python", "kmp", "keras", "numpy"} <= set(check.text.replace(",", "").split())
+    expected = {"Python", "kmp", "numpy", *doctor.packages_of("keras")}
+    assert expected <= set(check.text.replace(",", "").split())
     assert "tensorflow" in check.text
 
 
@@ -113,27 +129,38 @@ def test_packages_of_this_environment_are_in_the_promised_range():
         ("msgspec", None, "not installed; kmp needs msgspec>=0.19", "pip install 'msgspec>=0.19'"),
     ],
 )
-def test_package_that_does_not_fit_is_an_error(monkeypatch, versions, package, version, text, fix):
+def test_package_that_does_not_fit_is_an_error(install, versions, package, version, text, fix):
     versions |= {"tensorflow": "2.21.0", package: version}
-    monkeypatch.setattr(
-        doctor, "tensorflow_packages", lambda: ["tensorflow"] if versions["tensorflow"] else []
-    )
+    install(["tensorflow"] if versions["tensorflow"] else [])
     wrong, rest = doctor.package_checks("cuda")
     assert wrong == doctor.Check(package, ERROR, text, fix)
     assert rest.status == OK
 
 
-def test_two_packages_that_contain_tensorflow_are_a_warning(monkeypatch, versions):
-    versions |= {"tensorflow": "2.21.0"}
-    monkeypatch.setattr(doctor, "tensorflow_packages", lambda: ["tensorflow", "tensorflow-cpu"])
+@pytest.mark.parametrize(
+    ("module", "other"), [("tensorflow", "tensorflow-cpu"), ("keras", "keras-nightly")]
+)
+def test_two_packages_that_contain_the_same_are_a_warning(install, versions, module, other):
+    versions |= {"tensorflow": "2.21.0", "keras": "3.15.1"}
+    install(**{"tensorflow": ["tensorflow"], module: [module, other]})
     warning, rest = doctor.package_checks("cuda")
-    assert (warning.status, rest.status) == (WARNING, OK)
-    assert warning.text.startswith("tensorflow and tensorflow-cpu are both installed")
-    assert warning.fix.startswith("pip uninstall -y tensorflow tensorflow-cpu")
+    assert (warning.name, warning.status, rest.status) == (module, WARNING, OK)
+    assert warning.text.startswith(f"{module} and {other} are both installed")
+    assert warning.fix.startswith(f"pip uninstall -y {module} {other}")
+
+
+def test_nightly_package_of_keras_is_keras(install, versions):
+    versions |= {"keras-nightly": "3.16.0.dev2026102704", "keras": None, "tensorflow": "2.21.0"}
+    install(["tensorflow"], keras=["keras-nightly"])
+    (check,) = doctor.package_checks("cpu")
+    assert check.status == OK
+    assert "keras-nightly 3.16.0.dev2026102704" in check.text
 
 
 @pytest.mark.parametrize("is_installed", [False, True])
-def test_cuda_libraries_are_those_that_the_package_asks_for(monkeypatch, versions, is_installed):
+def test_cuda_libraries_are_those_that_the_package_asks_for(
+    monkeypatch, install, versions, is_installed
+):
     libraries = [
         "nvidia-cudnn-cu12<10,>=9.3",
         "nvidia-cublas-cu12<13,>=12.5",
@@ -141,7 +168,7 @@ def test_cuda_libraries_are_those_that_the_package_asks_for(monkeypatch, version
     ]
     requires = ["numpy>=1.26", *(f'{library}; extra == "and-cuda"' for library in libraries)]
     monkeypatch.setattr(importlib.metadata, "requires", lambda package: requires)
-    monkeypatch.setattr(doctor, "tensorflow_packages", lambda: ["tensorflow"])
+    install(["tensorflow"])
     versions |= {"tensorflow": "2.21.0", "nvidia-cudnn-cu12": "9.3.0"}
     installed = ("12.6", "2.26") if is_installed else (None, "2.20")
     versions["nvidia-cublas-cu12"], versions["nvidia-nccl-cu12"] = installed
@@ -276,11 +303,11 @@ def test_json_on_the_standard_output_is_all_that_is_printed(monkeypatch, capsys)
 
 @pytest.mark.parametrize("extra", ["cpu", "cuda"])
 def test_doctor_without_tensorflow_names_the_command_that_installs_it(
-    monkeypatch, capsys, nvidia_smi, extra
+    install, capsys, nvidia_smi, extra
 ):
     if extra == "cuda":
         nvidia_smi("550.54, Tesla T4, 15360 MiB")
-    monkeypatch.setattr(doctor, "tensorflow_packages", list)
+    install([])
     assert main(["doctor"]) == 1
     printed = capsys.readouterr().out
     assert "does not work here: tensorflow: not installed." in printed

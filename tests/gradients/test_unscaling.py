@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from kmp.backend import xla
 from kmp.gradients.unscaling import nonfinite_flags, unscale_for_update
 
 LARGEST = float(np.finfo(np.float32).max)
@@ -14,6 +15,23 @@ SHAPES = [(), (3,), (0,), (5, 7), (512,), (300, 300), (257, 256), (8, 9, 3), (10
 
 def variables_like(gradients):
     return [keras.Variable(np.zeros(gradient.shape, "float32")) for gradient in gradients]
+
+
+@pytest.mark.parametrize(("has_gpu", "branches"), [(True, 0), (False, 1)])
+def test_compiled_check_has_a_branch_only_where_no_gpu_waits_for_it(has_gpu, branches, monkeypatch):
+    monkeypatch.setattr(xla, "has_gpu", lambda: has_gpu)
+    gradients = [np.full(shape, LARGEST, "float32") for shape in SHAPES]
+    variables = variables_like(gradients)
+
+    @tf.function(jit_compile=True, autograph=False)
+    def flags(gradients):
+        return nonfinite_flags(gradients, variables, tf.constant(1.0), 1)
+
+    hlo = flags.experimental_get_compiler_ir(gradients)(stage="hlo")
+    assert hlo.count("conditional(") == branches
+    assert flags(gradients).numpy().sum() == 0.0  # their sum is infinite
+    gradients[-1][7] = np.nan
+    assert flags(gradients).numpy().tolist() == [0.0] * (len(SHAPES) - 1) + [1.0]
 
 
 @pytest.mark.parametrize("run_step", ["graph", "xla"], indirect=True)
