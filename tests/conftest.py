@@ -338,6 +338,11 @@ def file_size_limit(size):
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
+def user_warnings(warned):
+    """Returns the warnings for users: those of NumPy for developers differ between versions."""
+    return [each for each in warned if issubclass(each.category, UserWarning)]
+
+
 def values(variables):
     return [np.asarray(variable.value) for variable in variables]
 
