@@ -21,6 +21,7 @@ from kmp.bench.models import BARE, OURS, convolutional, mlp
 
 MODELS = {
     "MLP of width 512, batch 64": lambda: mlp(512, batch=64),
+    "MLP of width 512, batch 256": lambda: mlp(512, batch=256),
     "conv net of width 32": lambda: convolutional(32),
 }
 SMALLEST = "smallest check"
