@@ -22,6 +22,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from operation_trace import optimized_graphs
+from packaging.version import Version
 from tensorflow.python.framework import ops as tensorflow_ops
 
 import kmp
@@ -35,6 +36,13 @@ tf.config.set_logical_device_configuration(
     tf.config.list_physical_devices("CPU")[0], [tf.config.LogicalDeviceConfiguration()] * 2
 )
 HAS_GPU = bool(tf.config.list_physical_devices("GPU"))
+COUNTS_CPU_OPERATIONS = [
+    pytest.mark.skipif(HAS_GPU, reason="Counts operations of a CPU."),
+    pytest.mark.skipif(
+        Version(tf.__version__) < Version("2.20"),
+        reason="The profiler of TensorFlow 2.18 also has events of control flow.",
+    ),
+]
 
 
 def pytest_collection_finish():

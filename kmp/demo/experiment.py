@@ -4,10 +4,9 @@ In float32, in float16 with Keras alone, and in float16 with kmp. The network cl
 scikit-learn's digits. A constant of its attention is infinite in float16, and its loss is NaN.
 """
 
-import contextlib
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,6 +17,7 @@ import tensorflow as tf
 from keras import ops
 
 from kmp import callbacks
+from kmp.backend.keras_internals import global_policy
 from kmp.enabling import enable
 from kmp.records import Run, load_run
 
@@ -214,7 +214,8 @@ def train(
         on_step: Called after each step.
     """
     keras.utils.set_random_seed(seed)
-    with _policy(variant), warnings.catch_warnings(record=True) as caught:
+    policy = enable(variant.policy) if variant.with_kmp else global_policy(variant.policy)
+    with policy, warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("default")
         model = network()
         before = model.evaluate(*parts.validation, batch_size=BATCH_SIZE, verbose=0)[1]
@@ -257,21 +258,6 @@ def _loss_scale(optimizer: keras.optimizers.Optimizer, run: Run | None) -> float
         return None
     scale = getattr(optimizer, "dynamic_scale", None)
     return None if scale is None else float(scale)
-
-
-@contextlib.contextmanager
-def _policy(variant: Variant) -> Iterator[None]:
-    """Sets the dtype policy in the context."""
-    if variant.with_kmp:
-        with enable(variant.policy):
-            yield
-        return
-    before = keras.config.dtype_policy()
-    keras.config.set_dtype_policy(variant.policy)
-    try:
-        yield
-    finally:
-        keras.config.set_dtype_policy(before)
 
 
 def _batches(data: Data, seed: int) -> tf.data.Dataset:

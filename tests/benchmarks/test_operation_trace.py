@@ -1,19 +1,10 @@
 from collections import Counter
 
-import pytest
 import tensorflow as tf
+from conftest import COUNTS_CPU_OPERATIONS
 from operation_trace import executed_operations, optimized_graphs
-from packaging.version import Version
 
-pytestmark = [
-    pytest.mark.skipif(
-        bool(tf.config.list_physical_devices("GPU")), reason="Counts operations of a CPU."
-    ),
-    pytest.mark.skipif(
-        Version(tf.__version__) < Version("2.20"),
-        reason="The profiler of TensorFlow 2.18 also has events of control flow.",
-    ),
-]
+pytestmark = COUNTS_CPU_OPERATIONS
 
 
 def test_each_call_has_the_operations_that_it_runs():

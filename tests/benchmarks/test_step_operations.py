@@ -1,21 +1,12 @@
 import pytest
 import step_operations
-import tensorflow as tf
-from packaging.version import Version
+from conftest import COUNTS_CPU_OPERATIONS
 from step_operations import WITH_CALLBACKS, Shape, added, operations
 
 from kmp.bench.measurement import MeasurementError
 from kmp.bench.models import BARE
 
-pytestmark = [
-    pytest.mark.skipif(
-        bool(tf.config.list_physical_devices("GPU")), reason="Counts operations of a CPU."
-    ),
-    pytest.mark.skipif(
-        Version(tf.__version__) < Version("2.20"),
-        reason="The profiler of TensorFlow 2.18 also has events of control flow.",
-    ),
-]
+pytestmark = COUNTS_CPU_OPERATIONS
 
 
 SHAPES = SMALL, MORE_NORMS, MORE_DENSE = Shape(1, 1), Shape(1, 2), Shape(2, 1)

@@ -71,6 +71,7 @@ def test_layer_that_bfloat16_ruins_is_set_to_float32_while_the_training_runs(tmp
         train(model, defaults(tmp_path / "run"))
     (text,) = [str(each.message) for each in warned if "kmp set" in str(each.message)]
     assert "and the training continues. " in text  # at no loss scale
+    assert "To make this change permanent:" in text
     assert "kmp.layers.Float32(Cancels(..., name='cancels'))" in text
     assert model.get_layer("cancels").compute_dtype == "float32"
     assert model.get_layer("first").compute_dtype == "bfloat16"
