@@ -10,7 +10,7 @@ class Reason(enum.Enum):
     ENABLED = "while `kmp.enable` or `kmp.graph_rewrite` is on"
     IN_USE = "while an optimizer of kmp, or what was made under `kmp.enable`, is in use"
     CONVERSION = "while `kmp.convert` builds layers"
-    STEP = "while a guarded training step is traced or runs eagerly"
+    STEP = "while a guarded training step is traced or runs eagerly, or a converted model is called"
     REPLAY = "while a replay, `kmp.audit` or `kmp.convert` passes a batch; acts in that thread only"
 
 
@@ -48,6 +48,7 @@ _PLAIN_STATE = "kmp.optimizer.plain_state"
 _FIXES = "kmp.backend.trainer_fixes"
 _OVERRIDES = "kmp.backend.thread_overrides"
 _INTERNALS = "kmp.backend.tensorflow_internals"
+_PROMOTION = "kmp.backend.promotion"
 
 _WORKERS = "`fit` fails under MultiWorkerMirroredStrategy with several workers"
 _NEEDED_BY_REPLAY = "What a replay needs by thread"
@@ -219,6 +220,45 @@ PATCHES = (
         when=(Reason.ENABLED, Reason.IN_USE),
         promise="an `.h5` file of a run without a loss scale has the plain optimizer",
         link="Files of a plain optimizer and of a wrapped one",
+    ),
+    # While code of the user may compute in 16 bits.
+    Patch(
+        owner="keras:Layer",
+        name="__call__",
+        make="kmp.layers.float32_calls:layer_call_patch",
+        when=(Reason.ENABLED, Reason.STEP, Reason.REPLAY),
+        promise="what the call of a float32 layer creates is float32",
+        link="A layer that is created in a call has the global policy",
+    ),
+    *(
+        Patch(
+            owner=owner,
+            name=name,
+            make=f"{_PROMOTION}:{make}",
+            when=(Reason.ENABLED, Reason.STEP, Reason.REPLAY, Reason.CONVERSION),
+            promise="16-bit tensors meet float32 ones in code of the user, and float32 results",
+            since="TensorFlow 2.18",
+            link="Operands of two float dtypes raise an error",
+            is_new=name == "__new__",
+        )
+        for owner, name, make in (
+            (
+                "tensorflow.python.eager.core:_NotOkStatusException",
+                "__new__",
+                "not_ok_status_patch",
+            ),
+            (
+                "tensorflow.python.eager.execute",
+                "args_to_matching_eager",
+                "matching_arguments_patch",
+            ),
+            (
+                "tensorflow.python.framework.op_def_library",
+                "_apply_op_helper",
+                "add_operation_patch",
+            ),
+            ("tensorflow.python.util.dispatch", "dispatch", "dispatch_patch"),
+        )
     ),
     # While a guarded step is traced or runs eagerly.
     Patch(
@@ -444,6 +484,11 @@ PRIVATE_NAMES = (
         "tensorflow.python.framework.config:is_op_determinism_enabled",
         "statistics are deterministic if operations have to be",
         "takes operations for not deterministic",
+    ),
+    PrivateName(
+        "tensorflow.python.util.tf_stack:extract_stack",
+        "the log names the line of the user's code whose operands are promoted",
+        "says that the line is not known",
     ),
     PrivateName(
         "tensorflow.python.util._pywrap_util_port:IsMklEnabled",

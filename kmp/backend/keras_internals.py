@@ -8,6 +8,7 @@ import contextlib
 import inspect
 import re
 from collections.abc import Callable, Iterable, Iterator
+from itertools import islice
 from typing import Any, TypeVar, cast
 
 import keras
@@ -287,7 +288,7 @@ def compile_arguments(model: keras.Model) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def global_policy(policy: str) -> Iterator[None]:
+def global_policy(policy: str | keras.DTypePolicy) -> Iterator[None]:
     """Sets Keras' global dtype policy of this thread in the context."""
     previous = keras.config.dtype_policy()
     keras.config.set_dtype_policy(policy)
@@ -463,17 +464,62 @@ def tensorflow_variables(layer: keras.Layer) -> list[tf.Variable]:
     Also those in its lists, dictionaries and `tf.Module`s. Keras lists them nowhere.
     """
     found: list[tf.Variable] = []
-    for attribute_value in vars(layer).values():
-        for value in _items_of(attribute_value):
-            if isinstance(value, tf.Variable):
-                found.append(value)
-            elif isinstance(value, tf.Module):
-                found.extend(value.variables)
+    for value in objects_in(layer, (tf.Variable, tf.Module)).values():
+        found.extend(value.variables if isinstance(value, tf.Module) else [value])
     return found
 
 
-def _items_of(value: Any) -> Iterable[Any]:
-    """Returns the items of a list or dictionary, or the value alone."""
-    if isinstance(value, dict):
-        return value.values()
-    return value if isinstance(value, list | tuple) else [value]
+class _Search:
+    """What a search of the attributes of an object found.
+
+    By attribute: the `id` of its value, the number of items that were searched, and the found.
+    """
+
+    def __init__(self) -> None:
+        self.of_attributes: dict[str, tuple[int, int, dict[str, Any]]] = {}
+
+
+def objects_in(owner: Any, kinds: tuple[type, ...]) -> dict[str, Any]:
+    """Returns the objects of these classes in the attributes of an object, by name.
+
+    Also in lists and dictionaries there: `"totals[0]"`, `"optimizers['d']"`. A step that runs
+    eagerly asks each time, and a list may have many items: only attributes that were set since and
+    items that were added to a list or dictionary are searched, and all after `search_again`.
+    """
+    attributes = vars(owner)
+    name = f"_kmp_search_{'_'.join(kind.__name__ for kind in kinds)}"
+    search = attributes.setdefault(name, _Search())
+    found: dict[str, Any] = {}
+    for key, value in list(attributes.items()):
+        if key.startswith("_self_"):  # TensorFlow's own record of the attributes
+            continue
+        known, searched, of_value = search.of_attributes.get(key, (None, 0, {}))
+        length = len(value) if isinstance(value, list | tuple | dict) else 0
+        if known != id(value) or length < searched:
+            searched, of_value = 0, {}
+        if known != id(value) or length != searched:
+            of_value = of_value | dict(_named(key, value, kinds, searched))
+            search.of_attributes[key] = id(value), length, of_value
+        found |= of_value
+    return found
+
+
+def search_again(owner: Any) -> None:
+    """Makes `objects_in` search all attributes of an object again."""
+    for value in vars(owner).values():
+        if isinstance(value, _Search):
+            value.of_attributes.clear()
+
+
+def _named(
+    name: str, value: Any, kinds: tuple[type, ...], first: int = 0
+) -> Iterator[tuple[str, Any]]:
+    """Yields the objects of these classes in a value, from an item on, with their names."""
+    if isinstance(value, kinds):
+        yield name, value
+    elif isinstance(value, dict):
+        for key, item in islice(value.items(), first, None):
+            yield from _named(f"{name}[{key!r}]", item, kinds)
+    elif isinstance(value, list | tuple):
+        for index, item in enumerate(islice(value, first, None), start=first):
+            yield from _named(f"{name}[{index}]", item, kinds)

@@ -15,10 +15,16 @@ from kmp.backend.patching import patches
 
 
 class SavedValue(NamedTuple):
-    """A variable and the value that it had."""
+    """A variable and the value that it had.
+
+    Attributes:
+        owner: The layer of the user's own that has it, with other variables that belong together;
+            `None` of a layer of Keras, and of one alone.
+    """
 
     variable: keras.Variable | tf.Variable
     value: Any
+    owner: keras.Layer | None = None
 
 
 class AssignmentRecord:
@@ -84,6 +90,11 @@ class CreationRecord:
     def __init__(self) -> None:
         self._values: dict[int, tf.Tensor] = {}
 
+    @property
+    def has_any(self) -> bool:
+        """Whether code has created any."""
+        return bool(self._values)
+
     def create(self, create: Callable[..., tf.Variable], **arguments: Any) -> tf.Variable:
         """Creates a variable, and keeps its initial value."""
         variable = create(**arguments)
@@ -93,12 +104,16 @@ class CreationRecord:
         self._values[id(variable)] = tf.identity(tf.cast(value, variable.dtype))
         return variable
 
-    def initial(self, variable: keras.Variable | tf.Variable) -> SavedValue:
-        """Returns a variable that was created in the context, with its initial value."""
+    def initial(self, variable: keras.Variable | tf.Variable) -> SavedValue | None:
+        """Returns a variable that was created in the context, with its initial value.
+
+        `None` if that is not known here: Keras builds layers in a graph of its own. TensorFlow then
+        traces the step once more, with the variable, before it runs it.
+        """
         created = variable.value if isinstance(variable, keras.Variable) else variable
         value = self._values.get(id(created))
         if value is not None:
-            return SavedValue(variable, value)
+            return SavedValue(variable, value) if _is_accessible(value) else None
         # It was created outside the graph, which has not run yet: the current value is the initial
         # one.
         with tf.init_scope():
@@ -111,6 +126,16 @@ def creations_recorded() -> Iterator[CreationRecord]:
     record = CreationRecord()
     with tf.variable_creator_scope(record.create):
         yield record
+
+
+def _is_accessible(tensor: tf.Tensor) -> bool:
+    """Whether code that is traced now can use a tensor."""
+    if not tf.is_symbolic_tensor(tensor):
+        return True
+    graph: Any = tf.compat.v1.get_default_graph()
+    while graph is not None and graph is not tensor.graph:
+        graph = getattr(graph, "outer_graph", None)
+    return graph is not None
 
 
 def _current_graph() -> tf.Graph | None:

@@ -1,7 +1,9 @@
 """The state of layers, restored if an optimizer skips the step."""
 
 import contextlib
-from collections.abc import Iterable, Iterator, Sequence
+import functools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import groupby
 from typing import Any, TypeAlias
 
 import keras
@@ -9,13 +11,19 @@ import tensorflow as tf
 from keras import ops
 
 from kmp.backend import keras_internals, xla
-from kmp.backend.keras_internals import rnn_states, sublayers, tensorflow_variables
+from kmp.backend.keras_internals import (
+    is_keras_class,
+    rnn_states,
+    search_again,
+    sublayers,
+    tensorflow_variables,
+)
 from kmp.backend.xla import call_if
 from kmp.guarding.assignments import SavedValue, assignments_recorded, creations_recorded
 from kmp.guarding.step_result import StepResult, StepWatch
 from kmp.optimizer import LossScaleOptimizer
 
-Variable: TypeAlias = keras.Variable | tf.Variable
+Owned: TypeAlias = tuple[Any, keras.Layer | None]  # a variable, and the layer that has it
 
 
 class GuardedState:
@@ -31,8 +39,10 @@ class GuardedState:
         self._layers = layers
         self._optimizers = optimizers
         self._watch = StepWatch(optimizers)
-        self._states = {id(each): SavedValue(each, ops.copy(each)) for each in states_of(layers)}
-        self._weights = {id(each): each for each in _weights_of(layers)}
+        self._states = {
+            id(each): SavedValue(each, ops.copy(each), owner) for each, owner in states_of(layers)
+        }
+        self._weights = {id(each): each for each, _ in _weights_of(layers)}
 
     @contextlib.contextmanager
     def changes_recorded(self) -> Iterator[None]:
@@ -50,22 +60,45 @@ class GuardedState:
         weights = [*self._assigned.saved, *self._created_among(_weights_of, self._weights)]
 
         def restore() -> None:
-            assign_where(result.any_skipped, states)
+            _restore_where(result.any_skipped, states)
             # An optimizer that was not skipped may have updated the weights.
-            assign_where(result.without_update(), weights)
+            _restore_where(result.without_update(), weights)
 
         if states or weights:
             call_if(result.any_skipped, restore, compiles=compiles_steps(self._optimizers))
         return result
 
-    def _created_among(self, variables_of: Any, before: dict[int, Any]) -> list[SavedValue]:
-        now = variables_of(self._layers)
-        return [self._created.initial(each) for each in now if id(each) not in before]
+    def _created_among(
+        self, variables_of: Callable[..., Iterable[Owned]], before: dict[int, Any]
+    ) -> list[SavedValue]:
+        """Returns the variables that the step created, with their initial values."""
+        # In a graph, Keras creates its variables outside of it, where they are not recorded.
+        if tf.executing_eagerly() and not self._created.has_any:
+            return []
+        for layer in _all_layers(self._layers):
+            search_again(layer)  # they may have taken the place of an item of a list
+        new = [each for each, _ in variables_of(self._layers) if id(each) not in before]
+        saved = map(self._created.initial, new)
+        return [each for each in saved if each is not None]
 
 
-def states_of(layers: Iterable[keras.Layer]) -> list[Variable]:
+def _restore_where(condition: Any, saved: Iterable[SavedValue]) -> None:
+    """Assigns the values where the condition is true.
+
+    Not the values of an owner that were not finite: a sum of gradients that is Inf once would be so
+    forever, whatever the program assigns after a skipped step.
+    """
+    for owner, group in groupby(saved, key=lambda each: each.owner):
+        values = list(group)
+        if owner is not None:
+            finite = [ops.all(ops.isfinite(each.value)) for each in values]
+            condition_of_owner = functools.reduce(ops.logical_and, finite, condition)
+        assign_where(condition if owner is None else condition_of_owner, values)
+
+
+def states_of(layers: Iterable[keras.Layer]) -> list[Owned]:
     """Returns the float variables that the forward pass of layers may assign, once each."""
-    found: dict[int, Variable] = {}
+    found: dict[int, Owned] = {}
     for layer in _all_layers(layers):
         # The public lists change with `trainable`, and some layers update their state even if they
         # are frozen.
@@ -73,8 +106,13 @@ def states_of(layers: Iterable[keras.Layer]) -> list[Variable]:
         states += filter(_is_assignable, tensorflow_variables(layer))
         for state in states:
             if keras.backend.is_float_dtype(keras.backend.standardize_dtype(state.dtype)):
-                found[id(state)] = state
+                found[id(state)] = state, _owner_of(layer)
     return list(found.values())
+
+
+def _owner_of(layer: keras.Layer) -> keras.Layer | None:
+    """Returns a layer whose code is the user's; `None` of those of Keras, which add up nothing."""
+    return None if is_keras_class(type(layer)) else layer
 
 
 def _is_assignable(variable: tf.Variable) -> bool:
@@ -87,11 +125,11 @@ def _is_assignable(variable: tf.Variable) -> bool:
     return replicas == 1 or is_local or not is_summed
 
 
-def _weights_of(layers: Iterable[keras.Layer]) -> list[keras.Variable]:
-    found: dict[int, keras.Variable] = {}
+def _weights_of(layers: Iterable[keras.Layer]) -> list[Owned]:
+    found: dict[int, Owned] = {}
     for layer in _all_layers(layers):
         for weight in keras_internals.declared_trainable(layer):
-            found[id(weight)] = weight
+            found[id(weight)] = weight, _owner_of(layer)
     return list(found.values())
 
 
@@ -103,7 +141,7 @@ def _all_layers(layers: Iterable[keras.Layer]) -> Iterator[keras.Layer]:
 def assign_where(condition: Any, saved: Iterable[SavedValue]) -> None:
     """Assigns values to variables where the scalar bool tensor `condition` is true."""
     select_by = xla.masks_of(condition)
-    for variable, value in saved:
+    for variable, value, _ in saved:
         variable.assign(ops.where(select_by(variable.shape), value, variable))
 
 

@@ -115,14 +115,15 @@ class GuardedTrainStep:
 
     def train_step(self, data: Any) -> Any:
         """Runs the model's training step on a batch, and returns its logs."""
-        optimizers = optimizers_of(self._model)
-        if not optimizers:
+        named = optimizers_of(self._model)
+        if not named:
             return self._run(data)
+        optimizers = list(named.values())
         batch = _tensors_of(data)
         metrics_before = self._metrics.begin_step(batch, compiles_steps(optimizers))
         is_empty = _has_no_rows(data, batch)
-        for optimizer in optimizers:
-            optimizer.step_monitor.begin_train_step(is_empty)
+        for name, optimizer in named.items():
+            optimizer.step_monitor.begin_train_step(is_empty, f"self.{name}")
 
         state = GuardedState([self._model], optimizers)
         with state.changes_recorded():

@@ -1,40 +1,37 @@
 """Finds the optimizers that train a model."""
 
-from collections.abc import Iterable, Iterator
-from typing import Any
-
 import keras
 
-from kmp.backend.keras_internals import sublayers
+from kmp.backend.keras_internals import objects_in, sublayers
 from kmp.optimizer import LossScaleOptimizer
 
 
-def optimizers_of(model: keras.Model) -> list[LossScaleOptimizer]:
-    """Returns the `LossScaleOptimizer`s of a model and of the compiled models in it.
+def named_optimizers(model: keras.Model) -> dict[str, keras.optimizers.Optimizer]:
+    """Returns the optimizers of a model by the name that its `train_step` has for them.
 
-    They are those of `all_optimizers_of(model)`, and those that models inside of it were compiled
-    with.
+    The one that it is compiled with, `optimizer`, comes first, if any; then those in its
+    attributes, also in lists and dictionaries there.
     """
-    models = [layer for layer in sublayers(model) if isinstance(layer, keras.Model)]
-    compiled_with = [getattr(each, "optimizer", None) for each in models]
-    found = _without_duplicates([*all_optimizers_of(model), *compiled_with])
-    return [each for each in found if isinstance(each, LossScaleOptimizer)]
+    found = objects_in(model, (keras.optimizers.Optimizer,))
+    compiled_with = getattr(model, "optimizer", None)
+    if compiled_with is not None:
+        found = {"optimizer": compiled_with} | found
+    names = {id(optimizer): name for name, optimizer in reversed(found.items())}
+    return {name: found[name] for name in found if names[id(found[name])] == name}
+
+
+def optimizers_of(model: keras.Model) -> dict[str, LossScaleOptimizer]:
+    """Returns the `LossScaleOptimizer`s of a model and of the compiled models in it, by name."""
+    found = named_optimizers(model)
+    known = set(map(id, found.values()))
+    for layer in sublayers(model):
+        optimizer = getattr(layer, "optimizer", None) if isinstance(layer, keras.Model) else None
+        if optimizer is not None and id(optimizer) not in known:
+            known.add(id(optimizer))
+            found[f"{layer.name}.optimizer"] = optimizer
+    return {name: each for name, each in found.items() if isinstance(each, LossScaleOptimizer)}
 
 
 def all_optimizers_of(model: keras.Model) -> list[keras.optimizers.Optimizer]:
     """Returns the optimizer a model is compiled with and those in its attributes."""
-    return _without_duplicates(_optimizers_in([model.optimizer, *vars(model).values()]))
-
-
-def _optimizers_in(values: Iterable[Any]) -> Iterator[keras.optimizers.Optimizer]:
-    for value in values:
-        if isinstance(value, keras.optimizers.Optimizer):
-            yield value
-        elif isinstance(value, dict):
-            yield from _optimizers_in(value.values())
-        elif isinstance(value, list | tuple):
-            yield from _optimizers_in(value)
-
-
-def _without_duplicates(objects: Iterable[Any]) -> list[Any]:
-    return list({id(each): each for each in objects}.values())
+    return list(named_optimizers(model).values())

@@ -6,13 +6,14 @@ Also after saving and loading.
 import contextlib
 import functools
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import keras
 
 from kmp.backend import keras_internals
-from kmp.backend.keras_internals import global_policy, sublayers
+from kmp.backend.keras_internals import sublayers
+from kmp.layers.float32_calls import creating_float32
 from kmp.utils import validation
 from kmp.utils.float_formats import DTYPES_16_BIT
 
@@ -83,15 +84,18 @@ class Float32(keras.Layer):
             if each.default is each.empty
         ]
         if build is not keras.Layer.build and len(needed) == 2:
-            with _built_in_float32(self.layer):
+            with creating_float32():
                 self.layer.build(input_shape)
+            _set_float32(self.layer)
 
     def call(self, inputs: Any, *args: Any, training: bool | None = None, **kwargs: Any) -> Any:
         if self._passes_training:  # Keras itself passes it to a wrapped layer
             kwargs["training"] = training
         is_unbuilt = isinstance(self.layer, keras.Layer) and not self.layer.built
-        with _built_in_float32(self.layer) if is_unbuilt else contextlib.nullcontext():
+        with creating_float32():
             outputs = self.layer(inputs, *args, **kwargs)
+        if is_unbuilt:
+            _set_float32(self.layer)
         # A float32 tensor must pass through without a cast, which would drop the logits that Keras
         # attaches to the output of softmax.
         return keras_internals.in_float32(outputs)
@@ -191,14 +195,6 @@ def _with_float32_dtype(kwargs: dict[str, Any]) -> dict[str, Any]:
     if (policy.compute_dtype, policy.variable_dtype) != ("float32", "float32"):
         raise ValueError(f"`dtype` must be float32 or omitted. Received: dtype={dtype!r}")
     return kwargs | {"dtype": "float32"}
-
-
-@contextlib.contextmanager
-def _built_in_float32(layer: keras.Layer) -> Iterator[None]:
-    """Sets what the building of a layer creates to float32."""
-    with global_policy("float32"):
-        yield
-    _set_float32(layer)
 
 
 def _set_float32(layer: keras.Layer) -> None:

@@ -74,7 +74,10 @@ def supports_predicated_writes(
     A custom class, learning rate or constraint may write its own variables.
     """
     classes = [getattr(keras.optimizers, name, None) for name in _PREDICABLE]
-    if type(optimizer) not in classes:
+    replaced = (
+        hasattr(type(optimizer), name) for name, each in vars(optimizer).items() if callable(each)
+    )
+    if type(optimizer) not in classes or any(replaced):
         return False
     constraints = [getattr(each, "constraint", None) for each in variables]
     parts = [keras_internals.learning_rate_of(optimizer), *constraints]

@@ -122,6 +122,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
     settings_call: str = "kmp.LossScaleOptimizer"
     # Whether `compile` chooses the rule by the dtypes of the model.
     follows_model: bool = False
+    _update_method = "apply"
 
     def __init__(
         self,
@@ -239,6 +240,8 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
             raise TypeError(validation.message("loss", loss, "a tensor or number"))
         loss = ops.convert_to_tensor(loss)
         self.step_monitor.record_loss(loss)
+        # One that the user has overridden: that of Keras returns the loss.
+        loss = ops.convert_to_tensor(self.inner_optimizer.scale_loss(loss))
         loss = ops.cast(loss, keras.backend.result_type(loss.dtype, "float32"))
         if not self.rule.scales_loss:
             return loss
@@ -276,6 +279,24 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         # After a clip by the norm of all, each would depend on all.
         self._unscaled_order = network_order(grads)
         return unscaled
+
+    @tf.autograph.experimental.do_not_convert
+    def apply_gradients(self, grads_and_vars: Iterable[tuple[Any, Any]]) -> Any:
+        """Does what `apply` does, through the `apply_gradients` of the inner optimizer.
+
+        Args:
+            grads_and_vars: Pairs of a gradient and its variable, as for `apply`.
+
+        Returns:
+            The variable `iterations`.
+        """
+        grads, variables = zip(*grads_and_vars, strict=True)
+        self._update_method = "apply_gradients"
+        try:
+            self.apply(grads, variables)
+        finally:
+            self._update_method = "apply"
+        return self.iterations
 
     @tf.autograph.experimental.do_not_convert
     def apply(
@@ -322,7 +343,8 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         if not is_traced_twice:
             self.step_monitor.end_apply(unscaled)
         self._order = self._order_of(grads, indices, unscaled)
-        self._take_step(grads, StepArguments(indices, self._order, unscaled))
+        arguments = StepArguments(indices, self._order, unscaled, self._update_method)
+        self._take_step(grads, arguments)
 
     def _are_unscaled(self, grads: Gradients, unscaled: bool | None) -> bool:
         """Returns the argument `unscaled` of `apply`, or what the order of the calls says."""

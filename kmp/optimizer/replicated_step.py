@@ -1,7 +1,6 @@
 """The step of `kmp.optimizer.step` with parts that XLA compiles on each replica of a strategy."""
 
 import functools
-from collections.abc import Sequence
 from typing import Any
 
 import keras
@@ -57,7 +56,7 @@ def take_step_on_replicas(state: StepState, gradients: Gradients, arguments: Ste
     agreed = Agreed(scale, None, flags, losses)
 
     # Update or skip, adapt and count.
-    update = functools.partial(_update_on_replica, state, variables, arguments.order)
+    update = functools.partial(_update_on_replica, state, variables, arguments)
     count = len(tf.distribute.get_strategy().extended.worker_devices)
     functions = [tf.function(update, jit_compile=True, autograph=False) for _ in range(count)]
     distribution.update_parts(functions, _written_by(state), (agreed,), gradients)
@@ -81,7 +80,11 @@ def _written_by(state: StepState) -> list[keras.Variable]:
 
 
 def _update_on_replica(
-    state: StepState, variables: Variables, order: Sequence[int], agreed: Agreed, gradients: Any
+    state: StepState,
+    variables: Variables,
+    arguments: StepArguments,
+    agreed: Agreed,
+    gradients: Any,
 ) -> None:
     with without_strategy(state.inner):
-        update_or_skip(state, variables, order, agreed, gradients)
+        update_or_skip(state, variables, arguments, agreed, gradients)

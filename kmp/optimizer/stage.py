@@ -8,10 +8,11 @@ from kmp.backend import distribution
 from kmp.utils import user_messages
 
 _NOT_SCALED = (
-    "`apply` got gradients of a loss that did not go through `scale_loss`, and divides them by the"
-    " loss scale. Scale the loss inside the tape, and differentiate the result:\n    scaled_loss ="
-    " {optimizer}.scale_loss(loss)\n    gradients = tape.gradient(scaled_loss, variables)\nIf the"
-    " loss is multiplied by the loss scale in another way, pass unscaled=False to `apply`."
+    "`apply` of `{optimizer}` got gradients of a loss that did not go through `scale_loss`, and"
+    " divides them by the loss scale. Scale the loss inside the tape, and differentiate the"
+    " result:\n    scaled_loss = {optimizer}.scale_loss(loss)\n    gradients ="
+    " tape.gradient(scaled_loss, variables)\nIf the loss is multiplied by the loss scale in another"
+    " way, pass unscaled=False to `apply`."
 )
 _STAGE_UNKNOWN = (
     "`apply` cannot know whether its gradients went through `unscale`: a tf.function that runs"
@@ -45,14 +46,16 @@ class StepStage:
 
     def __init__(self, requires_scaling: bool) -> None:
         self._requires_scaling = requires_scaling
+        self._name = "optimizer"  # what the user's code calls it
         self._stages: dict[int, Stage] = {}
         self._has_scaled = False
         self._has_warned = False
         self._unscaled_count = 0
         self._unscale_is_traced = False
 
-    def begin_train_step(self) -> None:
-        """A `train_step` of `fit` begins, which has to call `scale_loss`."""
+    def begin_train_step(self, name: str) -> None:
+        """A `train_step` of `fit` begins, which has to scale its loss: it calls this `name`."""
+        self._name = name
         self._set(Stage.TRAIN_STEP)
 
     def scale_loss(self) -> bool:
@@ -89,10 +92,10 @@ class StepStage:
         if not self._requires_scaling:
             return
         if self._current is Stage.TRAIN_STEP:
-            raise ValueError(_NOT_SCALED.format(optimizer="self.optimizer"))
+            raise ValueError(_NOT_SCALED.format(optimizer=self._name))
         if not self._has_scaled and not self._has_warned:
             self._has_warned = True
-            user_messages.warn(_NOT_SCALED.format(optimizer="optimizer"))
+            user_messages.warn(_NOT_SCALED.format(optimizer=self._name))
 
     def check_apply(self, count: int) -> None:
         """Checks that `apply` can be called with `count` gradients that are not `None`.

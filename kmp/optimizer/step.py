@@ -54,11 +54,14 @@ class StepArguments(NamedTuple):
         indices: Of the variables of the gradients, among all variables.
         order: The indices of all variables, from the input to the loss.
         unscaled: Whether the gradients are divided by the loss scale already.
+        method: What the user called, which is called of the inner optimizer too, because the user
+            may have overridden it: `"apply"` or `"apply_gradients"`.
     """
 
     indices: tuple[int, ...]
     order: tuple[int, ...]
     unscaled: bool
+    method: str
 
 
 class Agreed(NamedTuple):
@@ -94,7 +97,7 @@ def take_step(state: StepState, gradients: Gradients, arguments: StepArguments) 
     agreed = Agreed(scale, divisor, flags, losses)
 
     # Update or skip, adapt and count.
-    update = functools.partial(update_or_skip, state, variables, arguments.order)
+    update = functools.partial(update_or_skip, state, variables, arguments)
     distribution.in_update_context(update, (agreed,), gradients)
 
 
@@ -147,19 +150,22 @@ def agree(state: StepState, flags: tf.Tensor) -> tuple[tf.Tensor, StepLosses]:
 def update_or_skip(
     state: StepState,
     variables: Variables,
-    order: Sequence[int],
+    arguments: StepArguments,
     agreed: Agreed,
     gradients: Gradients,
 ) -> None:
     """Updates the variables unless the loss or a gradient is non-finite; adapts and counts."""
     # XLA would compute the comparison again in each loop that uses it.
     overflowed = xla.opaque(ops.max(agreed.flags) + agreed.losses.must_skip > 0)
-    finish = functools.partial(_adapt_and_count, state, order, agreed)
+    finish = functools.partial(_adapt_and_count, state, arguments.order, agreed)
 
     def update_replica(divisor: tf.Tensor | None, gradients: Gradients) -> None:
         # Unscaled inside the branch, so that a skipped step does not pay for it.
         unscaled = unscale_for_update(gradients, variables, divisor)
-        state.inner.apply(unscaled, list(variables))
+        if arguments.method == "apply_gradients":
+            state.inner.apply_gradients(list(zip(unscaled, variables, strict=True)))
+        else:
+            state.inner.apply(unscaled, list(variables))
 
     def update() -> None:
         distribution.on_each_replica(update_replica, agreed.divisor, gradients)

@@ -95,13 +95,15 @@ class StepMonitor:
         """Creates the record of the gradients in `unscale`, which are at most this many."""
         self._unscaled.build_for(gradient_count)
 
-    def begin_train_step(self, is_empty: Any = None) -> None:
+    def begin_train_step(self, is_empty: Any = None, name: str = "self.optimizer") -> None:
         """Begins a `train_step` of `fit`, which has to call `scale_loss`.
 
-        If the scalar bool `is_empty` is true, the batch has no rows, and a skipped step is no
-        overflow.
+        Args:
+            is_empty: Scalar bool, whether the batch has no rows: a skipped step is no overflow
+                then.
+            name: What the `train_step` calls the optimizer.
         """
-        self.stage.begin_train_step()
+        self.stage.begin_train_step(name)
         if is_empty is not None:
             # In place of the mark of an earlier batch, on which another optimizer of the model may
             # have stepped.

@@ -183,6 +183,7 @@ def test_ctrl_c_at_any_line_leaves_nothing_changed_and_no_lock_locked(first):
         with Undos() as undos, undos.first_attempt():
             undos.enter(changed(layer))
 
+    run()  # imports what the patches need
     total = interrupted_at(-1, run)
     assert total > 300
     threads = ThreadPoolExecutor(1)

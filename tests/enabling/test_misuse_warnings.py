@@ -119,10 +119,11 @@ def test_float16_model_without_loss_scale_warns_once_even_if_recompiled(enabled)
 
 class BuildsInFirstStep(keras.Model):
     def build(self, shape):
-        self.net = small_model()
+        self.hidden = keras.layers.Dense(8, "relu", dtype="mixed_float16")
+        self.last = keras.layers.Dense(2, "softmax", dtype="float32")
 
     def call(self, x):
-        return self.net(x)
+        return self.last(self.hidden(x))
 
 
 def test_layers_built_in_the_first_step_warn_after_it_if_their_optimizer_does_not_scale():
