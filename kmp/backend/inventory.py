@@ -95,6 +95,15 @@ PATCHES = (
     ),
     Patch(
         owner="keras:Model",
+        name="__setattr__",
+        make=f"{_PATCHES}:model_attribute_patch",
+        when=(Reason.ENABLED,),
+        promise="optimizers in attributes of a model, as those of a GAN, are wrapped",
+        link="No hook around compile and the training step",
+        is_new=True,
+    ),
+    Patch(
+        owner="keras:Model",
         name="_maybe_symbolic_build",
         make=f"{_FIXES}:symbolic_build_patch",
         when=(Reason.ENABLED,),
@@ -225,7 +234,7 @@ PATCHES = (
     Patch(
         owner="keras:Layer",
         name="__call__",
-        make="kmp.layers.float32_calls:layer_call_patch",
+        make="kmp.layers.layer_calls:layer_call_patch",
         when=(Reason.ENABLED, Reason.STEP, Reason.REPLAY),
         promise="what the call of a float32 layer creates is float32",
         link="A layer that is created in a call has the global policy",

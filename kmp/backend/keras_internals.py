@@ -374,9 +374,16 @@ def layers_by_path(model: keras.Model) -> dict[str, keras.Layer]:
     return found
 
 
-def computing_layers(model: keras.Model) -> dict[str, keras.Layer]:
-    """Returns those of `layers_by_path`, and the model, that compute something themselves."""
-    layers = {model.name: model, **layers_by_path(model)}  # a layer may have the model's name
+def computing_layers(
+    model: keras.Model, beside: Iterable[keras.Layer] = ()
+) -> dict[str, keras.Layer]:
+    """Returns those of `layers_by_path`, and the model, that compute something themselves.
+
+    Also those of layers beside the model, such as a network in its loss.
+    """
+    layers: dict[str, keras.Layer] = {}
+    for root in (*beside, model):
+        layers |= {root.name: root, **layers_by_path(root)}  # a layer may have the model's name
     return {path: layer for path, layer in layers.items() if not is_passthrough(layer)}
 
 

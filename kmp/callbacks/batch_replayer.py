@@ -299,6 +299,7 @@ class BatchReplayer:
             variables,
             restored=self._capture.variables,
             deadline=began + most / 2,
+            beside=self.beside,
         )
         if failed and len(parts) > 1:
             part = failing_part(passes, parts, failed, loss_scale, captured.batch_size)
@@ -429,9 +430,16 @@ class BatchReplayer:
         return self._format is not FLOAT32
 
     @property
+    def beside(self) -> list[keras.Layer]:
+        """The layers beside the model that its step calls, as in the loss."""
+        guard = guarded_step_of(self._model)
+        return guard.beside if guard else []
+
+    @property
     def _format(self) -> FloatFormat:
         """The number format that limits the model, which a repair may change."""
-        return computing_format(compute_dtypes(self._model))
+        layers = (self._model, *self.beside)
+        return computing_format(set().union(*map(compute_dtypes, layers)))
 
     def _zero_share_of(self, snapshot: Snapshot) -> float:
         """Returns the share of the sampled elements that are zero, and may not be in float32.

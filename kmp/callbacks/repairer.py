@@ -70,7 +70,8 @@ class Repairer:
 
         They were proven in the same run. The first step is traced later, so it computes with them.
         """
-        rows, layers = self._recorder.earlier_fallbacks, computing_layers(self._model)
+        rows = self._recorder.earlier_fallbacks
+        layers = computing_layers(self._model, self._replayer.beside)
         paths: dict[str, None] = {}
         for row in rows:
             paths |= dict.fromkeys(path for path in row["fallback"] if path in layers)
@@ -111,7 +112,7 @@ class Repairer:
         if cure.replay is self._rejected:
             return False
         self._rejected = cure.replay
-        layers = computing_layers(self._model)
+        layers = computing_layers(self._model, self._replayer.beside)
         if not layers.keys() >= set(cure.layers):
             return False
         changed = layers_in_16_bits([layers[path] for path in cure.layers])
@@ -213,7 +214,7 @@ class Repairer:
         guard = guarded_step_of(self._model)
         if guard:
             guard.repairs.append(repair)
-        trace_again(models_with(changed))
+        trace_again([*models_with(changed), self._model])  # a layer may be beside the model
 
     def _warn(
         self,

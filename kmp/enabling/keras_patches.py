@@ -4,9 +4,11 @@ Each passes calls on unchanged where it does not apply: to models without kmp's 
 not compiled under `enable`, and after `disable`.
 """
 
+import contextlib
 import functools
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextvars import ContextVar
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -23,7 +25,7 @@ from kmp.enabling.active_settings import (
     is_float16_enabled,
     rewrite_dtypes,
 )
-from kmp.enabling.optimizers import wrap_for_compile
+from kmp.enabling.optimizers import follow_model, wrap_for_compile
 from kmp.guarding.guarded_step import guard_train_step, guarded_step_of, is_built
 from kmp.guarding.model_optimizers import optimizers_of
 from kmp.layers.float32_classes import keep_in_float32, selected_classes
@@ -47,6 +49,7 @@ def _is_managed(model: keras.Layer) -> bool:
 # The names of the arguments of Keras' `compile`, by position. Not those of `original`, which
 # another library may have wrapped.
 _COMPILE_ARGUMENTS = (
+    "optimizer",
     "loss",
     "loss_weights",
     "metrics",
@@ -65,13 +68,15 @@ def compile_patch(original: Callable[..., None]) -> Callable[..., None]:
     """Patches `compile` to wrap the optimizer, and to train as the settings of kmp say."""
 
     @functools.wraps(original)
-    def compile(self: keras.Model, optimizer: Any = "rmsprop", *args: Any, **kwargs: Any) -> None:
+    def compile(self: keras.Model, *args: Any, **kwargs: Any) -> None:
+        arguments = _named_arguments(args, kwargs)
+        is_passed = "optimizer" in arguments
+        optimizer = arguments.pop("optimizer", "rmsprop")
         is_on = bool(active or rewrite_dtypes)
         is_wrapped = isinstance(optimizer, LossScaleOptimizer)
         if not (is_on or is_wrapped):
-            original(self, optimizer, *args, **kwargs)
+            original(self, *args, **kwargs)
             return
-        arguments = _named_arguments(args, kwargs)
         scales = arguments.pop("auto_scale_loss", True)
         if rewrite_dtypes:
             _check_rewrite(arguments)
@@ -80,9 +85,12 @@ def compile_patch(original: Callable[..., None]) -> Callable[..., None]:
         if is_wrapped or wraps:
             optimizer, scales = wrap_for_compile(optimizer, _computes_in_float16(self)), False
         saved = _saved_optimizer(optimizer)
-        original(self, optimizer=saved, auto_scale_loss=scales and not active, **arguments)
-        if saved is not optimizer:
-            self.optimizer = optimizer
+        with _assigning_unchanged():
+            original(self, optimizer=saved, auto_scale_loss=scales and not active, **arguments)
+            if saved is not optimizer:
+                self.optimizer = optimizer
+        if isinstance(optimizer, LossScaleOptimizer):
+            optimizer.is_passed = is_passed
         if is_on:
             _note_compiled(self)
 
@@ -90,7 +98,7 @@ def compile_patch(original: Callable[..., None]) -> Callable[..., None]:
 
 
 def _named_arguments(args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Returns the arguments of `compile` after the optimizer by their names.
+    """Returns the arguments of `compile` by their names.
 
     Raises:
         TypeError: If one is given twice.
@@ -100,6 +108,51 @@ def _named_arguments(args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, A
     if twice:
         raise TypeError(f"compile() got multiple values for argument {min(twice)!r}")
     return named | kwargs
+
+
+# Whether the optimizers that code assigns to attributes of models are wrapped.
+_wraps_assigned: ContextVar[bool] = ContextVar("_wraps_assigned", default=True)
+
+
+@contextlib.contextmanager
+def _assigning_unchanged() -> Iterator[None]:
+    """Lets `compile` assign the optimizer as it is."""
+    before = _wraps_assigned.set(False)
+    try:
+        yield
+    finally:
+        _wraps_assigned.reset(before)
+
+
+def model_attribute_patch(original: Callable[..., None] | None) -> Callable[..., None]:
+    """Patches the attributes of models to wrap optimizers, as those of a GAN, as `compile` does."""
+
+    def __setattr__(self: keras.Model, name: str, value: Any) -> None:  # noqa: N807
+        if active and _wraps_assigned.get() and _has_optimizers(value):
+            value = _with_wrapped_optimizers(self, value)
+        if original is not None:
+            original(self, name, value)
+        else:
+            super(keras.Model, self).__setattr__(name, value)
+
+    return __setattr__
+
+
+def _has_optimizers(value: Any) -> bool:
+    values = value.values() if type(value) is dict else value
+    values = values if type(value) in (list, tuple, dict) else [value]
+    return any(isinstance(each, keras.optimizers.Optimizer) for each in values)
+
+
+def _with_wrapped_optimizers(model: keras.Model, value: Any) -> Any:
+    """Returns an optimizer, or a list or dictionary of some, as `compile` would get it."""
+    if type(value) is dict:
+        return {key: _with_wrapped_optimizers(model, item) for key, item in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_with_wrapped_optimizers(model, item) for item in value)
+    if not isinstance(value, keras.optimizers.Optimizer):
+        return value
+    return wrap_for_compile(value, _computes_in_float16(model))
 
 
 def _saved_optimizer(optimizer: Any) -> Any:
@@ -181,6 +234,9 @@ def make_train_function_patch(original: Callable[..., None]) -> Callable[..., No
         if guarded_step_of(self) is None and optimizers_of(self):
             is_new = guard_train_step(self)
             exact_indices.keep_all_exact(self)  # of a model that was loaded without `enable`
+        if self.train_function is None or force or is_new:
+            for optimizer in optimizers_of(self).values():  # maybe from before there were layers
+                follow_model(optimizer, _computes_in_float16(self))
         previous = self.train_function
         original(self, force or is_new)
         if self.train_function is not previous:

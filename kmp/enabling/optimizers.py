@@ -74,7 +74,7 @@ def wrap_for_compile(
         return None
     if isinstance(optimizer, LossScaleOptimizer):
         if not _needs_another_wrapper(optimizer, computes_in_float16):
-            _follow_model(optimizer, computes_in_float16)
+            follow_model(optimizer, computes_in_float16)
             return optimizer
         optimizer = optimizer.inner_optimizer
     if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
@@ -106,7 +106,7 @@ def _needs_another_wrapper(optimizer: LossScaleOptimizer, computes_in_float16: b
     return computes_in_float16 and optimizer.built and has_none_unasked
 
 
-def _follow_model(optimizer: LossScaleOptimizer, computes_in_float16: bool) -> None:
+def follow_model(optimizer: LossScaleOptimizer, computes_in_float16: bool) -> None:
     """Sets the loss scale that fits the model, for an optimizer that `wrap` got without one."""
     if not optimizer.follows_model or optimizer.built:
         return

@@ -12,6 +12,7 @@ from kmp.backend.keras_internals import sublayers
 from kmp.guarding.finite_metrics import FiniteMetrics
 from kmp.guarding.guarded_state import GuardedState, compiles_steps
 from kmp.guarding.model_optimizers import optimizers_of
+from kmp.layers.layer_calls import outermost_calls
 from kmp.optimizer import LossScaleOptimizer
 from kmp.replay import BatchCapture
 
@@ -70,6 +71,7 @@ class GuardedTrainStep:
         own_step: The `train_step` that was set on the model itself, not on its class, or `None`.
         capture: Keeps a batch, if a callback sets it; used from the next trace on.
         repairs: The repairs of the model, which each callback of a training records.
+        beside: The layers beside the model that its step calls, as in the loss; of the last trace.
         has_repaired_layers: Whether a repair, of this model or of another one, has set some of its
             layers to float32.
     """
@@ -79,6 +81,7 @@ class GuardedTrainStep:
         self.capture: BatchCapture | None = None
         self.repairs: list[Repair] = []
         self.has_repaired_layers = False
+        self.beside: list[keras.Layer] = []
         self._model = model
         self._metrics = FiniteMetrics(model)
         self._prepared: weakref.ref[Any] | None = None  # the iterator of the capture
@@ -136,8 +139,12 @@ class GuardedTrainStep:
 
     def _run(self, data: Any) -> Any:
         step = self.own_step or self._class_step
-        with self.capture.watch(data) if self.capture else contextlib.nullcontext():
-            return step(data)
+        watching = self.capture.watch(data) if self.capture else contextlib.nullcontext()
+        with outermost_calls() as called, watching:
+            logs = step(data)
+        own = set(map(id, sublayers(self._model)))
+        self.beside = [layer for key, layer in called.items() if key not in own]
+        return logs
 
     def _class_step(self, data: Any) -> Any:
         return type(self._model).train_step(self._model, data)

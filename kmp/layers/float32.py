@@ -13,7 +13,7 @@ import keras
 
 from kmp.backend import keras_internals
 from kmp.backend.keras_internals import sublayers
-from kmp.layers.float32_calls import creating_float32
+from kmp.layers.layer_calls import creating_float32
 from kmp.utils import validation
 from kmp.utils.float_formats import DTYPES_16_BIT
 

@@ -122,6 +122,8 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
     settings_call: str = "kmp.LossScaleOptimizer"
     # Whether `compile` chooses the rule by the dtypes of the model.
     follows_model: bool = False
+    # Whether a program chose it: `compile` creates one if it is called without an optimizer.
+    is_passed: bool = True
     _update_method = "apply"
 
     def __init__(

@@ -169,7 +169,8 @@ class _BatchReplay:
         self._context = context
         batch_size = context.batch_size or passes.examples
         self._share = _share_of_batch(passes, batch_size)
-        self._format = computing_format(compute_dtypes(passes.model))
+        layers = (passes.model, *passes.beside)
+        self._format = computing_format(set().union(*map(compute_dtypes, layers)))
         self._has_float16 = self._format is FLOAT16
         factor = context.loss_scale * self._share if self._has_float16 else 1.0
         self._passes = replace(passes, factor=factor)
@@ -326,7 +327,7 @@ class _BatchReplay:
             self._searching,
             is_sound,
             exact,
-            computing_choices(self._passes.model),
+            computing_choices(self._passes),
             factor=factor,
             new_errors=lambda: self._measured.new_errors,
         )
@@ -407,7 +408,7 @@ class _BatchReplay:
             self._searching,
             lambda result: self._is_sound(result, reference, self._format),
             exact,
-            computing_choices(self._passes.model),
+            computing_choices(self._passes),
             factor=max(usable, self._passes.factor),
             suspects=lost,
             new_errors=lambda: self._measured.new_errors,

@@ -23,6 +23,7 @@ from kmp.backend.tensorflow_internals import (
 from kmp.backend.undo import Context, Undos
 from kmp.gradients.gradient_sampler import paths_of
 from kmp.gradients.tensor_statistics import gradient_statistics
+from kmp.layers.layer_calls import creating_float32
 from kmp.optimizer import LossScaleOptimizer
 from kmp.records import GradientSample
 from kmp.records.replay import LossyOperation
@@ -158,6 +159,7 @@ class Passes:
             in float32 in all passes.
         read_scale: What the training step reads as `loss_scale` of an optimizer; the factor of the
             pass if it is `None`.
+        beside: The layers beside the model that the step calls, as in the loss.
     """
 
     model: keras.Model
@@ -173,6 +175,7 @@ class Passes:
     keeps_all_values: bool = False
     float32_operations: Sequence[keras.Operation] = ()
     read_scale: float | None = None
+    beside: Sequence[keras.Layer] = ()
 
     @property
     def batch(self) -> tuple[Any, ...]:
@@ -198,7 +201,8 @@ class Passes:
             measure: Whether to run each layer in its own precision too: see
                 `LayerMarks.new_errors`.
         """
-        with computing_in(FLOAT32.name, [self.model]) as own_policies:
+        layers = [self.model, *self.beside]
+        with creating_float32(), computing_in(FLOAT32.name, layers) as own_policies:
             measured = own_policies if measure else None
             marks = LayerMarks(own_policies=measured, keeps_all_values=self.keeps_all_values)
             return self._run(marks, factor, watch)
@@ -241,7 +245,7 @@ class Passes:
             watch: As in `in_float32`.
             reference: As in `in_own_precision`.
         """
-        with computing_in(name, [self.model]):
+        with computing_in(name, [self.model, *self.beside]):
             outputs = None if reference is None else reference.marks.outputs
             marks = LayerMarks(outputs, keeps_all_values=self.keeps_all_values)
             return self._run(marks, factor, watch)
@@ -311,7 +315,10 @@ class Passes:
         model, operations = self.model, self.operations
         if operations is None:
             operations = {model.name: model, **layers_by_path(model)}
-        return marks.on(operations, self.has_dropout)
+        beside: dict[str, keras.Operation] = {}
+        for layer in self.beside:
+            beside |= {layer.name: layer, **layers_by_path(layer)}
+        return marks.on(operations, self.has_dropout, beside)
 
     def _begin_with_states(self, scope: keras.StatelessScope) -> None:
         for path, variable in float_states(self.model).items():

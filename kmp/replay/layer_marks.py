@@ -2,7 +2,8 @@
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Set
+from types import MappingProxyType
 from typing import Any
 
 import keras
@@ -76,6 +77,7 @@ class LayerMarks:
         self.outputs: dict[str, Outputs] = {}
         self.errors: dict[str, float] = {}
         self.outermost: dict[str, None] = {}
+        self._beside: Set[str] = frozenset()
         self._reference = reference or {}
         self._new_errors = NewErrors(own_policies or {})
         self._measures = own_policies is not None
@@ -83,7 +85,10 @@ class LayerMarks:
 
     @contextlib.contextmanager
     def on(
-        self, operations: Mapping[str, keras.Operation], has_dropout: bool = True
+        self,
+        operations: Mapping[str, keras.Operation],
+        has_dropout: bool = True,
+        beside: Mapping[str, keras.Operation] = MappingProxyType({}),
     ) -> Iterator[None]:
         """Marks layers and operations while the context is open.
 
@@ -92,9 +97,11 @@ class LayerMarks:
                 graph, by path.
             has_dropout: Whether layers that draw random numbers do so. Their numbers differ by
                 dtype.
+            beside: Layers beside the model, as in the loss, whose outputs are not the model's.
         """
+        self._beside = beside.keys() - operations.keys()
         with Undos() as undos, undos.first_attempt():
-            for path, operation in operations.items():
+            for path, operation in {**beside, **operations}.items():
                 is_quantized = getattr(operation, "quantization_mode", None)
                 name = "quantized_call" if is_quantized else "call"
                 marking = functools.partial(self._marking, path, operation, has_dropout)
@@ -166,7 +173,7 @@ class LayerMarks:
         """Marks the call of a layer or operation."""
         outer = self.layer
         self.layer = path
-        if outer == LOSS_FUNCTION:
+        if outer == LOSS_FUNCTION and path not in self._beside:
             self.outermost[path] = None
         if getattr(operation, "compute_dtype", None) in DTYPES_16_BIT:
             self.computing_in_16_bits.add(path)

@@ -36,9 +36,10 @@ class Choices:
     most: int = _MOST_LAYERS
 
 
-def computing_choices(model: keras.Model) -> Choices:
-    """Returns the layers of a model that compute something themselves."""
-    layers = computing_layers(model)
+def computing_choices(passes: Passes) -> Choices:
+    """Returns the layers of a model, and beside it, that compute something themselves."""
+    model = passes.model
+    layers = computing_layers(model, passes.beside)
     # A model that computes outside of its layers, if it is small.
     is_small = len(layers_in_16_bits([model])) <= _MOST_LAYERS
     models = [path for path, layer in layers.items() if layer is model]

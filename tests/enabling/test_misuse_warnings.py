@@ -157,17 +157,24 @@ class Gan(keras.Model):
 
 
 @pytest.mark.parametrize("arguments", [{}, {"optimizer": None}, {"auto_scale_loss": False}])
-def test_model_with_its_own_optimizers_warns_once_of_those_that_do_not_scale(enabled, arguments):
+def test_optimizers_in_attributes_are_wrapped(enabled, arguments):
+    adam, wrapped = keras.optimizers.Adam(), kmp.wrap("sgd")
     model = Gan()
-    model.compile(keras.optimizers.Adam(), kmp.wrap("sgd"), **arguments)
-    match = r"'gan.*without kmp's loss scale, with keras.Adam. .*kmp.wrap"
-    with one_warning(match):
+    model.compile(adam, wrapped, **arguments)
+    train(model)
+    assert model.own[0].inner_optimizer is adam
+    assert model.own[1] is wrapped
+    assert [optimizer.snapshot().step for optimizer in model.own] == [1, 1]
+
+
+def test_model_with_optimizers_from_before_enable_warns_once_of_those_that_do_not_scale():
+    keras.config.set_dtype_policy("mixed_float16")
+    model = Gan()
+    model.compile(keras.optimizers.Adam(), kmp.wrap("sgd"))
+    kmp.enable()
+    with one_warning(r"'gan.*without kmp's loss scale, with keras.Adam. .*kmp.wrap"):
         train(model)
     train(model)
-    model = Gan()
-    model.compile(kmp.wrap("adam"), kmp.wrap("sgd"), **arguments)
-    train(model)
-    assert [optimizer.snapshot().step for optimizer in model.own] == [1, 1]
 
 
 def test_warning_of_a_traced_loop_points_to_the_line_that_calls_it():

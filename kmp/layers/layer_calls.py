@@ -1,0 +1,72 @@
+"""What kmp does around each call of a layer.
+
+What the call of a float32 layer creates computes in float32, as in a run in float32: code in `call`
+may create layers, such as `keras.layers.multiply([x, x])`, and models, which get Keras' global
+policy. And a training step records which layers beside its model it calls, such as a network in the
+loss.
+"""
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
+from typing import Any
+
+import keras
+
+from kmp.backend.keras_internals import global_policy, is_passthrough
+from kmp.utils.float_formats import DTYPES_16_BIT, FLOAT32
+
+# The global policy outside of the float32 layers whose calls this thread is in.
+_policy_outside: ContextVar[keras.DTypePolicy | None] = ContextVar("_policy_outside", default=None)
+# Gets the layers that this thread calls, but for those that a layer calls.
+_outermost: ContextVar[dict[int, keras.Layer] | None] = ContextVar("_outermost", default=None)
+
+
+@contextlib.contextmanager
+def creating_float32() -> Iterator[None]:
+    """Makes float32 the global policy of this thread, if that computes in 16 bits."""
+    policy = keras.config.dtype_policy()
+    if policy.compute_dtype not in DTYPES_16_BIT:
+        yield
+        return
+    with _set(_policy_outside, policy), global_policy(FLOAT32.name):
+        yield
+
+
+@contextlib.contextmanager
+def outermost_calls() -> Iterator[dict[int, keras.Layer]]:
+    """Yields the layers that this thread calls in the context, by `id`, not those in a layer."""
+    called: dict[int, keras.Layer] = {}
+    with _set(_outermost, called):
+        yield called
+
+
+def layer_call_patch(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Patches the call of layers."""
+
+    @functools.wraps(original)
+    def __call__(self: keras.Layer, *args: Any, **kwargs: Any) -> Any:  # noqa: N807
+        with contextlib.ExitStack() as stack:
+            called = _outermost.get()
+            if called is not None:
+                called[id(self)] = self
+                stack.enter_context(_set(_outermost, None))
+            dtype, outside = self.compute_dtype, _policy_outside.get()
+            if dtype == FLOAT32.name and outside is None and not is_passthrough(self):
+                stack.enter_context(creating_float32())
+            elif outside is not None and dtype in DTYPES_16_BIT and not is_passthrough(self):
+                stack.enter_context(_set(_policy_outside, None))
+                stack.enter_context(global_policy(outside))
+            return original(self, *args, **kwargs)
+
+    return __call__
+
+
+@contextlib.contextmanager
+def _set(variable: ContextVar[Any], value: Any) -> Iterator[None]:
+    before = variable.set(value)
+    try:
+        yield
+    finally:
+        variable.reset(before)
