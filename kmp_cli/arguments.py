@@ -59,7 +59,10 @@ def _parser() -> argparse.ArgumentParser:
         help="training steps of each run (default: %(default)s)",
     )
     demo.add_argument(
-        "--out", type=Path, help="folder for logs, figures and the report (default: runs/<time>)"
+        "--out",
+        type=_path,
+        metavar="FOLDER",
+        help="a new or empty folder for logs, figures and the report (default: runs/<time>)",
     )
 
     doctor = commands.add_parser(
@@ -82,7 +85,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     report.add_argument(
         "runs",
-        type=Path,
+        type=_path,
         nargs="+",
         metavar="RUN",
         help=(
@@ -93,14 +96,17 @@ def _parser() -> argparse.ArgumentParser:
         "--out",
         type=_file_to_write(".html"),
         metavar="FILE",
-        help="HTML file (default: report.html in RUN, or in the current folder for several runs)",
+        help=(
+            "HTML file; one that exists is replaced only if it is a report of kmp (default:"
+            " report.html in RUN, or in the current folder for several runs)"
+        ),
     )
 
     audit = commands.add_parser(
         "audit",
         help="show the dtypes of each layer of a saved model, and what is at risk in 16 bits",
     )
-    audit.add_argument("file", type=Path, metavar="FILE", help="a .keras file")
+    audit.add_argument("file", type=_path, metavar="FILE", help="a .keras file")
     audit.add_argument(
         "--import",
         action="append",
@@ -146,6 +152,13 @@ def _parser() -> argparse.ArgumentParser:
         text = f"also write the {content} to a JSON file"
         command.add_argument("--json", type=_file_to_write(".json"), metavar="FILE", help=text)
     return parser
+
+
+def _path(text: str) -> Path:
+    """Returns a path; "" is an error, because `Path` takes it as the current folder."""
+    if not text:
+        raise argparse.ArgumentTypeError("must be a path, received ''")
+    return Path(text)
 
 
 def _positive(text: str) -> int:

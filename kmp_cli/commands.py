@@ -115,9 +115,11 @@ def _load_model(file: Path) -> keras.Model:
 
 def _report(parsed: argparse.Namespace, console: Console) -> None:
     from kmp import report
+    from kmp.report.page import check_target
 
     paths = [log for path in parsed.runs for log in _logs_in(path)]
     out = parsed.out or _default_report(parsed.runs)
+    check_target(out, "--out FILE")
     try:
         runs = report.load(paths)
     except ValueError as error:

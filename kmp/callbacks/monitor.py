@@ -102,13 +102,14 @@ class Monitor(keras.callbacks.Callback):
         patience: Integer, at least 1: the consecutive skipped steps of a stuck training.
         report: An `.html` file: the report of `kmp report`, written at the end of training, and at
             epoch ends as long as that takes at most a twentieth of the time. A failure to write it
-            is a warning.
+            is a warning. It replaces an earlier report, and no other file.
 
     Raises:
         TypeError: If an argument has the wrong type.
         ValueError: If an argument is outside its range; in `on_train_begin`, if a float16 model has
             no `kmp.LossScaleOptimizer`, or if a pattern matches no variable.
-        OSError: In `on_train_begin`, if `log_dir` or `report` cannot be written.
+        OSError: In `on_train_begin`, if `log_dir` or `report` cannot be written, or if the file
+            `report` exists and is not a report of kmp.
         StuckError: During training, if it is stuck.
 
     Example:

@@ -22,7 +22,7 @@ class ReportWriter:
         name: The name of the run in the report.
 
     Raises:
-        OSError: If `path` cannot be written.
+        OSError: If `path` cannot be written, or has a file that is not a report of kmp.
     """
 
     def __init__(self, path: Path, run: Run, name: str) -> None:
@@ -30,6 +30,10 @@ class ReportWriter:
         self._has_warned = False
         self._records_written = -1
         self._earliest_next_write = 0.0
+        # Imports rich and jinja2.
+        from kmp.report.page import check_target
+
+        check_target(path, "`report`")
         try:
             if path.is_dir():
                 raise IsADirectoryError(errno.EISDIR, "Is a directory")

@@ -1,5 +1,6 @@
 """What the demo shows: a progress bar, a table with an explanation, two figures, and a report."""
 
+import errno
 import functools
 import shlex
 import statistics
@@ -26,9 +27,17 @@ _MOST_EPOCHS = 8
 def run(
     console: Console, policy: str, steps: int, out: Path, seeds: Sequence[int] = SEEDS
 ) -> Results:
-    """Trains each variant with each seed, prints a comparison, and writes all files to `out`."""
+    """Trains each variant with each seed, prints a comparison, and writes all files to `out`.
+
+    Raises:
+        FileExistsError: If `out` is a folder that is not empty, whose files could be replaced.
+        ImportError: If scikit-learn is not installed.
+    """
     parts = experiment.load()
     out.mkdir(parents=True, exist_ok=True)
+    if any(out.iterdir()):
+        message = "the folder is not empty. Name a new or an empty one: --out FOLDER"
+        raise FileExistsError(errno.EEXIST, message, str(out))
     length = _length(steps)
     results: Results = {variant: [] for variant in experiment.variants(policy)}
     with Progress(console=console) as progress:

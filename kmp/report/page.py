@@ -1,5 +1,6 @@
 """Writes runs as an HTML report."""
 
+import errno
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,6 +14,10 @@ from kmp.report.run_comparison import comparison, difference
 from kmp.report.run_summary import summaries
 from kmp.utils import atomic_files, validation
 from kmp.utils.names import printable
+
+# The title of each report, in the template, within its first bytes.
+_TITLE = b"<title>kmp report: "
+_HEAD_SIZE = 1000
 
 
 def html(runs: Mapping[str, Run]) -> str:
@@ -54,17 +59,43 @@ def html(runs: Mapping[str, Run]) -> str:
     return page.strip() + "\n"
 
 
+def check_target(path: Path, argument: str) -> None:
+    """Raises an error if a file exists that is not a report of kmp, which stays as it is.
+
+    An empty file, and what is no regular file, such as a pipe, can be written.
+
+    Args:
+        path: The file that a report is to be written to.
+        argument: How the caller names another one, for the message.
+
+    Raises:
+        FileExistsError: If kmp did not write the file.
+        OSError: If it cannot be read.
+    """
+    if not path.is_file() or not path.stat().st_size:
+        return
+    with path.open("rb") as file:
+        if _TITLE in file.read(_HEAD_SIZE):
+            return
+    raise FileExistsError(
+        errno.EEXIST,
+        f"the file exists, and is not a report of kmp. Delete it, or name another one: {argument}",
+        str(path),
+    )
+
+
 def write(runs: Mapping[str, Run], path: str | os.PathLike[str]) -> Path:
     """Writes the page atomically, and creates its folder if needed.
 
     Args:
         runs: Runs by name, at least one.
-        path: The file.
+        path: The file. If it exists, it has to be empty or a report of kmp, which is replaced.
 
     Returns:
         `path`, as a `Path`.
 
     Raises:
+        FileExistsError: If the file exists, and kmp did not write it.
         OSError: If the file cannot be written.
         ValueError: If `runs` is empty.
 
@@ -75,6 +106,7 @@ def write(runs: Mapping[str, Run], path: str | os.PathLike[str]) -> Path:
     """
     validation.instance("path", path, (str, os.PathLike), "the path of the HTML file")
     file = Path(path)
+    check_target(file, "`path`")
     page = html(runs)
     try:
         file.parent.mkdir(parents=True, exist_ok=True)

@@ -311,6 +311,18 @@ def test_model_that_was_not_compiled_under_enable_has_records_if_it_is_wrapped(t
     assert [sample.step for sample in callbacks[0].run.samples] == [1]
 
 
+def test_report_over_a_file_of_the_user_is_an_error_before_the_training(tmp_path):
+    file = tmp_path / "report.html"
+    file.write_text("mine")
+    model = compiled_model(run_eagerly=True)
+    with pytest.raises(FileExistsError, match="not a report of kmp.*name another one: `report`"):
+        fit(model, without_replays(report=file), batches=1)
+    assert int(model.optimizer.iterations) == 0
+    with pytest.raises(FileExistsError, match="not a report of kmp.*name another one: `path`"):
+        kmp.report.write({"first": kmp.records.Run([{"step": 1}])}, file)
+    assert file.read_text() == "mine"
+
+
 @pytest.mark.filterwarnings("ignore:.*trains without kmp's loss scale")
 def test_error_for_a_float16_model_says_how_to_add_a_loss_scale_optimizer():
     model = compiled_model(auto_scale_loss=False)

@@ -34,6 +34,9 @@ def write_run(folder):
     [
         (["audit", "a.keras", "--verbatim"], "unrecognized arguments: --verbatim\n"),
         (["demo", "--steps", "many"], "an integer of at least 1, received 'many'"),
+        (["report", ""], "must be a path, received ''"),
+        (["audit", ""], "must be a path, received ''"),
+        (["demo", "--out", ""], "must be a path, received ''"),
         *(
             (["report", "run", "--out", out], f"must end in .html, received '{out}'")
             for out in ("run/kmp.jsonl", "report", "")
@@ -105,6 +108,42 @@ def test_report_of_several_runs_or_of_a_folder_with_runs_is_in_that_or_the_curre
     assert not (runs[0] / "report.html").exists()
     assert main(["report", str(tmp_path)]) == 0
     assert "<title>kmp report: a, c, earlier_try</title>" in page_in(tmp_path)
+
+
+@pytest.mark.parametrize("arguments", [["a"], ["a", "b"], ["a", "--out", "x.html"]])
+def test_report_replaces_only_a_report_of_kmp(
+    without_figures, arguments, tmp_path, capsys, monkeypatch
+):
+    for name in ("a", "b"):
+        write_run(tmp_path / name)
+    monkeypatch.chdir(tmp_path)
+    assert main(["report", *arguments]) == 0
+    target = Path(capsys.readouterr().out.splitlines()[-1].removeprefix("Report: "))
+    own = target.read_text(encoding="utf-8")
+    target.write_text("")  # as `mktemp` leaves it
+    for _ in range(2):  # the second time over its own report
+        assert main(["report", *arguments]) == 0
+        assert target.read_text(encoding="utf-8") == own
+    capsys.readouterr()
+    target.write_text("<html><head><title>Report of the tests</title>")
+    (tmp_path / "a" / "kmp.jsonl").write_text("an error, if it is loaded")
+    assert main(["report", *arguments]) == 1
+    assert one_line_of(capsys) == (
+        f"kmp: {target}: the file exists, and is not a report of kmp. Delete it, or name another"
+        " one: --out FILE\n"
+    )
+    assert target.read_text() == "<html><head><title>Report of the tests</title>"
+
+
+def test_demo_into_a_folder_with_files_is_an_error_before_it_trains(tmp_path, capsys):
+    (tmp_path / "accuracy.png").write_text("mine")
+    assert main(["demo", "--out", str(tmp_path)]) == 1
+    assert one_line_of(capsys) == (
+        f"kmp: {tmp_path}: the folder is not empty. Name a new or an empty one: --out FOLDER\n"
+    )
+    assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [
+        ("accuracy.png", "mine")
+    ]
 
 
 def test_report_does_not_replace_what_a_link_in_the_folder_points_to(tmp_path, capsys):
