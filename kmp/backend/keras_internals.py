@@ -154,16 +154,27 @@ def attached_to(tensor: Any) -> dict[str, Any]:
 def in_float32(values: Any) -> Any:
     """Returns a structure with its 16-bit tensors, arrays and `KerasTensor`s in float32.
 
-    Other values are unchanged. A tensor keeps its mask, which no public name has.
+    Other values are unchanged. So is a list, dictionary or other container without such a value,
+    which the receiver may fill. A tensor keeps its mask, which no public name has.
     """
-    return keras.tree.map_structure(_in_float32, values)
+
+    def replacement(node: Any) -> Any:
+        leaves = keras.tree.flatten(node)
+        if not any(map(_is_16_bit, leaves)):
+            return node
+        # With `None`, the values of a container are replaced instead.
+        return _in_float32(node) if leaves[0] is node else None
+
+    return keras.tree.traverse(replacement, values)
+
+
+def _is_16_bit(value: Any) -> bool:
+    dtype = getattr(value, "dtype", None)
+    # Not with `standardize_dtype`, which raises an error for arrays of strings and objects.
+    return getattr(dtype, "name", dtype) in DTYPES_16_BIT
 
 
 def _in_float32(value: Any) -> Any:
-    dtype = getattr(value, "dtype", None)
-    # Not with `standardize_dtype`, which raises an error for arrays of strings and objects.
-    if getattr(dtype, "name", dtype) not in DTYPES_16_BIT:
-        return value
     if isinstance(value, keras.KerasTensor):
         return keras.KerasTensor(value.shape, "float32", sparse=value.sparse)
     if isinstance(value, np.ndarray | np.generic):

@@ -11,6 +11,7 @@ from typing import Any
 from weakref import WeakSet
 
 import keras
+import numpy as np
 
 from kmp.backend import keras_internals
 from kmp.gradients.tensor_groups import Variables
@@ -18,6 +19,7 @@ from kmp.gradients.tensor_groups import Variables
 # The variables of the wrapper, before those of the inner optimizer: two that each optimizer of
 # Keras has, the step counter and the loss scale.
 _WRAPPER_COUNT = 4
+_WRAPPER_LEARNING_RATE = 0.0  # Keras sets it, and never changes it
 # Inner optimizers that have state from a file without any at their own place.
 _loaded: WeakSet[keras.optimizers.Optimizer] = WeakSet()
 
@@ -37,7 +39,7 @@ def load_own_variables_patch(original: Callable[..., None]) -> Callable[..., Non
         elif self in _loaded and not store.keys():
             _loaded.discard(self)
             return
-        elif _fits(self.variables, store, _WRAPPER_COUNT):
+        elif _is_of_wrapper(store) and _fits(self.variables, store, _WRAPPER_COUNT):
             _assign(self.variables, store, _WRAPPER_COUNT)
             return
         original(self, store)
@@ -47,6 +49,8 @@ def load_own_variables_patch(original: Callable[..., None]) -> Callable[..., Non
 
 def _load_plain(inner: keras.optimizers.Optimizer, store: Any) -> bool:
     """Loads the state of a plain optimizer into an inner one; returns whether it fits."""
+    if _is_of_wrapper(store):
+        return False
     if _fits(inner.variables, store):
         _assign(inner.variables, store)
         return True
@@ -62,6 +66,21 @@ def _load_plain(inner: keras.optimizers.Optimizer, store: Any) -> bool:
     for variable, loaded in zip(state, keras_internals.optimizer_state(plain), strict=True):
         variable.assign(loaded)
     return True
+
+
+def _is_of_wrapper(store: Any) -> bool:
+    """Whether a file has the variables of a `LossScaleOptimizer`, see `_WRAPPER_COUNT`.
+
+    Three integers stand among the first five, the last one the step count of the inner optimizer. A
+    plain optimizer has its step count alone, and then a learning rate and float variables.
+    """
+    if len(store.keys()) <= _WRAPPER_COUNT:
+        return False
+    first = [np.asarray(store[str(index)]) for index in range(_WRAPPER_COUNT + 1)]
+    is_integer = [np.issubdtype(value.dtype, np.integer) for value in first]
+    if is_integer != [True, False, True, False, True] or any(value.ndim for value in first):
+        return False
+    return bool(first[1] == _WRAPPER_LEARNING_RATE and first[3] > 0)
 
 
 def _fits(variables: Variables, store: Any, first: int = 0) -> bool:

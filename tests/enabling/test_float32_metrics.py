@@ -186,6 +186,33 @@ def test_only_16_bit_floats_among_nested_arguments_are_cast(enabled):
     assert weights[1] == 2.0
 
 
+def test_metric_fills_the_list_that_it_is_given(enabled):
+    class Collecting(Seen):
+        def update_state(self, y_pred, collected):
+            collected["outputs"].append(y_pred)
+            collected["rows"] = len(y_pred)
+
+    collected = {"outputs": []}
+    for rows in (2, 1):
+        Collecting().update_state(HALF[:rows], collected)
+        assert collected["rows"] == rows
+    assert [each.dtype.name for each in collected["outputs"]] == ["float32"] * 2
+
+
+def test_containers_without_16_bit_values_are_those_of_the_caller(enabled):
+    seen = []  # an attribute of a metric would be a copy
+
+    class Passing(Seen):
+        def update_state(self, *args):
+            seen.extend(args)
+
+    filled, half = {"a": []}, ops.ones(1, "float16")
+    Passing().update_state({"both": (half, filled)}, [half, filled["a"]], filled)
+    assert seen[0]["both"][0].dtype.name == "float32"
+    assert seen[0]["both"][1] is seen[2] is filled
+    assert seen[1][1] is filled["a"]
+
+
 def test_mask_of_a_cast_output_is_kept(enabled):
     output = ops.array([[1000.0], [0.0]], "float16")
     output._keras_mask = ops.array([False, True])

@@ -238,6 +238,48 @@ def test_file_of_another_optimizer_is_not_loaded(tmp_path, enabled):
     assert_equal(plain_state(fresh), before)
 
 
+class Scale(keras.layers.Layer):
+    """Has one weight, a scalar, as the variables of a wrapper."""
+
+    def build(self, shape):
+        self.scale = self.add_weight(shape=(), initializer="ones", name="scale")
+
+    def call(self, x):
+        return x * self.scale
+
+
+def scalars(optimizer, layers=4):
+    model = keras.Sequential([keras.Input((2,)), *(Scale() for _ in range(layers))])
+    model.compile(optimizer, "mse", auto_scale_loss=False)
+    model.optimizer.build(model.trainable_variables)
+    return model
+
+
+def with_momentum():
+    return keras.optimizers.SGD(0.1, momentum=0.5)
+
+
+@pytest.mark.parametrize(
+    ("saved", "loaded"),
+    [
+        # Four variables more, as many as a wrapper has of its own.
+        (with_momentum, lambda: keras.optimizers.SGD(0.1)),
+        # The same number as the inner optimizer.
+        (lambda: STOCK(with_momentum()), lambda: OURS(keras.optimizers.Adam(0.1))),
+    ],
+    ids=["plain", "wrapped"],
+)
+def test_file_of_another_optimizer_with_variables_of_the_same_shapes_is_not_loaded(
+    saved, loaded, tmp_path, enabled
+):
+    scalars(saved()).save_weights(tmp_path / "x.weights.h5")
+    fresh = scalars(loaded())
+    before = values(fresh.optimizer.variables)
+    with pytest.warns(UserWarning, match="Skipping variable loading for optimizer"):
+        fresh.load_weights(tmp_path / "x.weights.h5")
+    assert_equal(values(fresh.optimizer.variables), before)
+
+
 def checkpoint_of(model, parts=("model", "optimizer")):
     objects = {"model": model, "optimizer": model.optimizer}
     return tf.train.Checkpoint(**{part: objects[part] for part in parts})
