@@ -4,6 +4,7 @@ import contextlib
 import errno
 import itertools
 import logging
+import os
 import shutil
 import weakref
 from collections.abc import Iterator
@@ -97,7 +98,7 @@ class LogWriter:
                 f" log_dir={str(folder)!r}"
             )
         self._folder, self._owner = folder, weakref.ref(owner)
-        self._has_failed = self._has_records = False
+        self._has_failed = self._has_records = self._has_warned_of_change = False
         self._encoder = LogEncoder()
         self.fallbacks: list[Row] = []
         self.size_at_start = 0
@@ -105,14 +106,8 @@ class LogWriter:
         self._lines: Any = None
         self._events: Any = None
         with self._stopping_on_write_error():
-            kept, is_rewritten = _continue_log(folder, first_step)
-            self._has_records = bool(kept.rows)
+            kept = self._open_files(first_step)
             self.fallbacks = [record for record in kept.rows if record.get("fallback")]
-            self._lines = (folder / FILE_NAME).open("a", encoding="utf-8")
-            self._events = self._new_events()
-            for record in kept.rows if is_rewritten else ():
-                self._write_events(record, kept)
-            self._events.flush()
             sizes = [
                 *map(record_size, kept.rows),
                 *(file.stat().st_size for file in _event_files(folder)),
@@ -120,10 +115,23 @@ class LogWriter:
             self.size_at_start = sum(sizes)
         self._open[folder] = self
 
+    def _open_files(self, last_step: int) -> Run:
+        """Opens the files to continue the log after a step. Returns the records that it has."""
+        kept, is_rewritten = _continue_log(self._folder, last_step)
+        self._has_records = bool(kept.rows)
+        self._encoder = LogEncoder()
+        self._lines = (self._folder / FILE_NAME).open("a", encoding="utf-8")
+        self._events = self._new_events()
+        for record in kept.rows if is_rewritten else ():
+            self._write_events(record, kept)
+        self._events.flush()
+        return kept
+
     def write(self, run: Run) -> int:
         """Writes the last record of a run. Stops the log with a warning if the disk is full.
 
-        And if a later training uses the folder.
+        And if a later training uses the folder. A log that another program has truncated or
+        replaced continues with what is left of it, with one warning.
 
         Returns:
             The bytes of its histograms in the event files.
@@ -134,13 +142,41 @@ class LogWriter:
         with self._stopping_on_write_error():
             if self._lines.closed:
                 raise OSError("a later training uses this folder")
-            if self._has_records and not (self._folder / FILE_NAME).exists():
-                raise OSError("the log was deleted or moved")
+            if self._has_records and self._is_changed():
+                self._continue_changed(record["step"])
             self._write_line(record, run.header)
             size = self._write_events(record, run)
             self._events.flush()
             return size
         return 0
+
+    def _is_changed(self) -> bool:
+        """Whether the log is not the file that was opened, or shorter than what was written."""
+        try:
+            found = (self._folder / FILE_NAME).stat()
+        except FileNotFoundError as error:
+            raise OSError("the log was deleted or moved") from error
+        is_same = os.path.samestat(found, os.fstat(self._lines.fileno()))
+        return not is_same or found.st_size < self._lines.tell()
+
+    def _continue_changed(self, step: int) -> None:
+        """Opens a log again that another program changed. What cannot be read is archived."""
+        self._lines.close()
+        self._events.close()
+        try:
+            kept = len(self._open_files(step).rows)
+        except ValueError:
+            log = (self._folder / FILE_NAME).resolve()
+            _archive(self._folder, log, "was changed, and cannot be read")
+            log.write_bytes(b"")
+            kept = len(self._open_files(step).rows)
+        if not self._has_warned_of_change:
+            self._has_warned_of_change = True
+            user_messages.warn(
+                f"Another program truncated or replaced {str(self._folder / FILE_NAME)!r} before"
+                f" step {step}. Training continues, and so does the log, after the {kept} records"
+                " that can still be read. The callbacks' `run` has all records of this training."
+            )
 
     def _write_line(self, record: Row, header: Row) -> None:
         if not self._has_records:

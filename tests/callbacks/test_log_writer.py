@@ -601,6 +601,45 @@ def test_log_that_is_lost_during_the_training_ends_with_a_warning_and_the_run_ha
     assert callbacks[0].run.series("loss_scale")[0].tolist() == [1, 2, 3, 4]
 
 
+def cut(log, size):
+    log.write_bytes(log.read_bytes()[:size])  # the same file
+
+
+def replaced_by(log, content):
+    other = log.with_suffix(".other")
+    other.write_bytes(content)
+    other.replace(log)
+
+
+CHANGES = {
+    "emptied": (lambda log: cut(log, 0), 0),
+    "cut in the header": (lambda log: cut(log, 20), 0),
+    "cut in the last record": (lambda log: cut(log, -20), 2),
+    "cut after a record": (lambda log: cut(log, log.read_bytes().rindex(b'{"step":3')), 2),
+    "saved by an editor": (lambda log: replaced_by(log, log.read_bytes()), 3),
+    "without its first lines": (lambda log: replaced_by(log, log.read_bytes()[2000:]), 0),
+}
+
+
+@pytest.mark.parametrize(("change", "kept"), CHANGES.values(), ids=CHANGES)
+def test_log_that_another_program_changes_goes_on_with_what_is_left(tmp_path, change, kept):
+    log = tmp_path / "kmp.jsonl"
+    change_once = keras.callbacks.LambdaCallback(
+        on_train_batch_end=lambda batch, logs: change(log) if batch == 2 else None
+    )
+    callbacks = [*without_replays(tmp_path, every_n_steps=1), change_once]
+    with pytest.warns(UserWarning, match="truncated or replaced") as caught:
+        fit(compiled_model(run_eagerly=True), callbacks, batches=6)
+    assert len([each for each in caught if "truncated" in str(each.message)]) == 1
+    run, complete = kmp.load_run(tmp_path), callbacks[0].run
+    assert f"after the {kept} records" in str(caught[0].message)
+    later = [row["step"] for row in complete.rows if row["step"] > 3]
+    assert [row["step"] for row in run.rows][kept:] == later
+    assert run.header == complete.header
+    assert [each.names for each in run.samples] == [run.samples[-1].names] * len(run.samples)
+    assert steps_in_tensorboard(tmp_path)[-3:] == [4, 5, 6]
+
+
 def test_loaded_log_has_all_settings_and_all_keys_of_its_records(tmp_path):
     parts = keras.layers.Dense(4), keras.layers.Dense(1)
     model = sequential(*parts, optimizer=keras.optimizers.SGD(clipnorm=1))
