@@ -5,7 +5,7 @@
 The bytes of a sample in two trainings of 600 variables, and for ResNet-50's variables with random
 gradients; those of a million steps of larger and larger models, computed for records as large as
 the first ones; how the costs of a log of 20 samples grow with the number of variables; and time and
-peak memory of `kmp report` for logs of 50 MB, each in a new process. Times are processor times,
+peak memory of `kmp report` for logs of 100 MB, each in a new process. Times are processor times,
 which other programs on the machine change less.
 """
 
@@ -42,7 +42,7 @@ SAMPLES = 20
 MILLION = 1_000_000
 OVERFLOW_EVERY = 2_000  # steps: the default growth interval
 LOGS = {"200 variables in each sample": 200, "200,000 variables in each sample": 200_000}
-LOGS |= {"counters only": 0, "1 variable in each sample": 1}
+LOGS |= {"counters only": 0, "1 variable in each sample": 1, "20 variables in each sample": 20}
 
 
 def measure(is_quick):
@@ -62,7 +62,7 @@ def measure(is_quick):
     }
     yield comparison("log: a million steps", "with TensorBoard's files", "", sizes, "B")
     yield from growth((50, 200) if is_quick else (50, 500, 2_000, 5_000), 1 if is_quick else 5)
-    yield from reports(dict(list(LOGS.items())[:1]) if is_quick else LOGS, 2 if is_quick else 50)
+    yield from reports(dict(list(LOGS.items())[:1]) if is_quick else LOGS, 2 if is_quick else 100)
 
 
 def reports(logs, megabytes):

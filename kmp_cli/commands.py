@@ -114,18 +114,21 @@ def _load_model(file: Path) -> keras.Model:
 
 
 def _report(parsed: argparse.Namespace, console: Console) -> None:
-    from kmp import report
-    from kmp.report.page import check_target
+    from kmp.report import load
+    from kmp.report.page import check_target, write_summaries
+    from kmp.report.run_summary import summaries
+    from kmp.report.terminal import summary_of
 
     paths = [log for path in parsed.runs for log in _logs_in(path)]
     out = parsed.out or _default_report(parsed.runs)
     check_target(out, "--out FILE")
     try:
-        runs = report.load(paths)
+        runs = load(paths)
     except ValueError as error:
         raise InputError(str(error)) from error
-    console.print(report.summary(runs))
-    console.print(f"\nReport: {printable(str(report.write(runs, out)))}", soft_wrap=True)
+    found = summaries(runs)
+    console.print(summary_of(found))
+    console.print(f"\nReport: {printable(str(write_summaries(found, out)))}", soft_wrap=True)
 
 
 def _logs_in(path: Path) -> list[Path]:

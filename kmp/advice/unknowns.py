@@ -36,7 +36,7 @@ def lost_norm(run: RunMetrics) -> float:
     Relative to the norm of all gradients.
     """
     sample = run.finite_samples[-1]
-    elements = run.underflow_share * sample.histogram.total
+    elements = run.underflow_share * sample.total
     if not elements:
         return 0.0
     if not sample.largest:

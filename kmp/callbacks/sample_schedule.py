@@ -94,7 +94,7 @@ class SampleSchedule:
         if sample is None or not self._is_due(sample.step):
             return None
         self.last_step = sample.step
-        if sample.histogram.is_finite:
+        if sample.is_finite:
             self._retries_left = 0
         self._until_update -= 1
         if not self._selects_all:

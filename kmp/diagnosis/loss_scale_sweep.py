@@ -214,7 +214,7 @@ def sweep(
 def _elements_of(samples: Sequence[SampleStatistics]) -> _Elements:
     return _Elements(
         counts=unscaled_counts(samples),
-        zeros=float(sum(sample.histogram.zeros for sample in samples)),
+        zeros=float(sum(sample.zero_count for sample in samples)),
         largest=np.array([sample.largest for sample in samples]),
     )
 
@@ -225,7 +225,7 @@ def _with_flushed(sampled: _Elements, exact: Sequence[SampleStatistics]) -> _Ele
     A float32 pass has more nonzero elements; its smallest ones are those that float16 flushed.
     """
     of_pass = unscaled_counts(exact)
-    share = sampled.total / sum(sample.histogram.total for sample in exact)
+    share = sampled.total / sum(sample.total for sample in exact)
     expected = of_pass * share
     missing = float(np.clip(expected.sum() - sampled.counts.sum(), 0.0, sampled.zeros))
     flushed = np.diff(np.minimum(np.cumsum(expected), missing), prepend=0.0)
@@ -264,7 +264,7 @@ def _skipped(
     Steps with NaN or Inf are skipped at their own loss scale and above; whether they are below is
     unknown.
     """
-    nonfinite = [each for each in samples if not each.histogram.is_finite]
+    nonfinite = [each for each in samples if not each.is_finite]
     skipped_from = np.sort([math.log2(each.loss_scale) for each in nonfinite])
     known = np.searchsorted(skipped_from, scales, side="right")
     limits = _ROUNDS_TO_INF * np.exp2(-scales.astype(np.float64))

@@ -11,7 +11,7 @@ from functools import cached_property
 import numpy as np
 
 from kmp.diagnosis import thresholds
-from kmp.records import GradientSample, Run
+from kmp.records import BIN_COUNT, ExponentHistogram, GradientSample, Run
 from kmp.records.exponent_histogram import FIRST_EXPONENT, INF_BIN, ZERO_BIN
 from kmp.utils.float_formats import FLOAT16
 
@@ -28,34 +28,38 @@ class SampleStatistics:
         own = sample.without(excluded)
         own = own if len(own) else sample
         self.step, self.loss_scale, self.names = sample.step, sample.loss_scale, own.names
-        self.histogram = own.histogram
-        self.unscaled_counts = self.histogram.unscaled.by_exponent
+        # Those of all variables together, by bin; a histogram with all bins is many times larger.
+        self.bins, self.counts = own.bins, own.bin_counts.sum(axis=0, dtype=np.int64)
+        self._first, self._end = self.bins.searchsorted((ZERO_BIN + 1, INF_BIN)).tolist()
+        self.is_finite = own.is_finite
+        self.total, self.zero_count = int(self.counts.sum()), int(self.counts[: self._first].sum())
         self.amax, self.totals, self.zeros = own.amax, own.elements, own.zeros
-        # A variable without a gradient has no elements.
-        self.is_all_zero = (self.totals > 0) & (self.zeros == self.totals)
         # Of the nonzero elements.
         nonzero = np.maximum(1, self.totals - self.zeros)
         self.small_shares = own.between(ZERO_BIN + 1, _FIRST_NORMAL_BIN) / nonzero
         self.total_norm = sample.total_norm  # of the gradients of all variables
         # Norms of all variables: 0 if they were not measured.
-        self.weight_norm = math.sqrt(np.nansum(sample.weight_norm**2))
-        update_norm = math.sqrt(np.nansum(sample.update_norm**2))
+        self.weight_norm = _measured_norm(sample.weight_norm)
+        update_norm = _measured_norm(sample.update_norm)
         self.update_ratio = update_norm / self.weight_norm if self.weight_norm else math.nan
 
     @property
+    def is_all_zero(self) -> np.ndarray:
+        """Whether all elements of a variable are zero; without a gradient it has none."""
+        return (self.totals > 0) & (self.zeros == self.totals)
+
+    @cached_property
     def largest(self) -> float:
         """The largest magnitude without the loss scale; 0 without one.
 
         It is in the range of the largest exponent that was counted. A device that flushes subnormal
         numbers to zero may report an `amax` of 0 for nonzero gradients.
         """
-        exponents = self.histogram.exponents[self.histogram.by_exponent > 0]
-        if not exponents.size:
+        if self._first == self._end:
             return 0.0
-        lowest = 2.0 ** int(exponents[-1])
-        amax = np.fmax.reduce(self.amax, initial=lowest)
-        scaled = float(np.clip(amax, lowest, 2 * lowest))
-        return scaled / self.loss_scale
+        lowest = 2.0 ** (int(self.bins[self._end - 1]) - ZERO_BIN - 1 + FIRST_EXPONENT)
+        amax = float(np.fmax.reduce(self.amax, initial=lowest))
+        return min(amax, 2 * lowest) / self.loss_scale
 
     @cached_property
     def underflowed(self) -> list[str]:
@@ -73,6 +77,12 @@ class SampleStatistics:
         return list(itertools.compress(self.names, is_selected))
 
 
+def _measured_norm(norms: np.ndarray) -> float:
+    """Returns the norm of all variables whose norm was measured; 0 without one."""
+    measured = norms[~np.isnan(norms)]
+    return math.sqrt(float(measured @ measured))
+
+
 def statistics(run: Run) -> tuple[list[SampleStatistics], list[SampleStatistics]]:
     """Returns the statistics of a run's samples and of its references.
 
@@ -87,8 +97,7 @@ def statistics(run: Run) -> tuple[list[SampleStatistics], list[SampleStatistics]
 
 def usable(samples: Iterable[SampleStatistics]) -> list[SampleStatistics]:
     """Returns the samples that have elements and no NaN or Inf."""
-    finite = [sample for sample in samples if sample.histogram.is_finite]
-    return [sample for sample in finite if sample.histogram.total > 0]
+    return [sample for sample in samples if sample.is_finite and sample.total > 0]
 
 
 def unscaled_counts(samples: Iterable[SampleStatistics]) -> np.ndarray:
@@ -96,7 +105,15 @@ def unscaled_counts(samples: Iterable[SampleStatistics]) -> np.ndarray:
 
     The exponents are those without the loss scale.
     """
-    return sum((sample.unscaled_counts for sample in samples), np.zeros(INF_BIN - ZERO_BIN - 1))
+    by_scale: dict[float, np.ndarray] = {}
+    for sample in samples:
+        if sample.loss_scale not in by_scale:
+            by_scale[sample.loss_scale] = np.zeros(BIN_COUNT, np.int64)
+        by_scale[sample.loss_scale][sample.bins] += sample.counts
+    counts = np.zeros(INF_BIN - ZERO_BIN - 1)
+    for scale, summed in by_scale.items():
+        counts += ExponentHistogram(summed, 0, scale).unscaled.by_exponent
+    return counts
 
 
 def counts_below(counts: np.ndarray, exponents: np.ndarray | int) -> np.ndarray:

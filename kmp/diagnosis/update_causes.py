@@ -130,7 +130,7 @@ def _changes(run: RunMetrics) -> Iterator[tuple[float, str, int]]:
 
 
 def _has_finite_update(sample: GradientSample) -> bool:
-    return sample.has_update and sample.histogram.is_finite
+    return sample.has_update and sample.is_finite
 
 
 def _highest_lost(run: RunMetrics) -> int:

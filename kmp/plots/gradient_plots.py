@@ -4,7 +4,6 @@ import math
 import re
 from collections import Counter
 from collections.abc import Sequence
-from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -13,7 +12,7 @@ from matplotlib.colors import LogNorm
 from matplotlib.ticker import MaxNLocator
 
 from kmp.plots import style
-from kmp.records import ExponentHistogram, Run
+from kmp.records import BIN_COUNT, ExponentHistogram, GradientSample, Run
 from kmp.records.exponent_histogram import NEAR_OVERFLOW_BITS
 from kmp.records.run import RUN_EXPECTED
 from kmp.utils import validation
@@ -173,20 +172,21 @@ def exponents_over_steps(run: Run, ax: Axes | None = None) -> Axes:
     is_float16 = run.format is FLOAT16
     title = f"Exponents of the {'loss-scaled ' if run.has_loss_scale else ''}gradient"
     ax = style.axes(ax, title, "training step", _EXPONENT_LABEL)
-    newest = {histogram.step: histogram for histogram in run.histograms if histogram.total}
-    histograms = [newest[step] for step in sorted(newest)]
-    if not histograms:
+    newest = {sample.step: sample for sample in run.samples if sample.bins.size}
+    samples = [newest[step] for step in sorted(newest)]
+    if not samples:
         return style.empty(ax, "No gradients were sampled.")
-    cells = _cells(histograms, FLOAT16 if is_float16 else None)
+    groups = _groups(samples)
+    cells = _cells(samples, groups, FLOAT16 if is_float16 else None)
     top = cells.exponent_edges[-1]
     ax.set_xlim(cells.step_edges[0], cells.step_edges[-1])
     _draw_cells(ax, cells)
-    _mark_nonfinite(ax, histograms, top + 1.5)
+    _mark_nonfinite(ax, samples, top + 1.5)
     if is_float16:
         _mark_limits(ax)
     ax.set_ylim(cells.exponent_edges[0], top + 3)
-    style.label_steps(ax, np.array([histogram.step for histogram in histograms]))
-    style.legend_above(ax, title=_zones_title(histograms, run))
+    style.label_steps(ax, np.array([sample.step for sample in samples]))
+    style.legend_above(ax, title=_zones_title(groups, run))
     return ax
 
 
@@ -205,25 +205,40 @@ class _Cells(NamedTuple):
     shares: np.ndarray
 
 
-def _cells(histograms: Sequence[ExponentHistogram], number_format: FloatFormat | None) -> _Cells:
-    steps = np.array([histogram.step for histogram in histograms], np.float64)
+def _groups(samples: Sequence[GradientSample]) -> list[ExponentHistogram]:
+    """Returns the histograms of neighbours that share a cell, each with its first step."""
+    stride = _stride(samples)
+    groups = []
+    for start in range(0, len(samples), stride):
+        counts = np.zeros(BIN_COUNT, np.int64)
+        for sample in samples[start : start + stride]:
+            counts[sample.bins] += sample.bin_counts.sum(axis=0, dtype=np.int64)
+        groups.append(ExponentHistogram(counts, samples[start].step, samples[start].loss_scale))
+    return groups
+
+
+def _stride(samples: Sequence[GradientSample]) -> int:
+    return math.ceil(len(samples) / _MOST_CELLS)
+
+
+def _cells(
+    samples: Sequence[GradientSample],
+    groups: Sequence[ExponentHistogram],
+    number_format: FloatFormat | None,
+) -> _Cells:
+    steps = np.array([sample.step for sample in samples], np.float64)
     middles = (steps[1:] + steps[:-1]) / 2
     before = after = 0.5
     if middles.size:
         before, after = middles[0] - steps[0], steps[-1] - middles[-1]
     first = max(steps[0] - before, min(0.5, steps[0] - 0.5))  # not before step 1
 
-    # Neighbours share a cell; `starts` has the first sample of each.
-    stride = math.ceil(len(histograms) / _MOST_CELLS)
-    starts = np.arange(0, len(histograms), stride)
+    starts = np.arange(0, len(samples), _stride(samples))  # the first sample of each group
     edges = np.array([first, *middles[starts[1:] - 1], steps[-1] + after])
-    counts, totals = [], []
-    for start, stop in pairwise([*starts, None]):
-        group = histograms[start:stop]
-        counts.append(np.sum([one.by_exponent for one in group], axis=0, dtype=np.float64))
-        totals.append(float(sum(one.total for one in group)))
+    counts = [group.by_exponent for group in groups]
+    totals = [float(group.total) for group in groups]
 
-    exponents = histograms[0].exponents
+    exponents = groups[0].exponents
     shown = list(exponents[np.any(counts, axis=0)]) or [-1]
     low, high = shown[0] - _MARGIN_BITS, shown[-1] + _MARGIN_BITS
     if number_format:
@@ -253,12 +268,12 @@ def _draw_cells(ax: Axes, cells: _Cells) -> None:
     colour_bar.ax.tick_params(labelsize=style.SMALL)
 
 
-def _mark_nonfinite(ax: Axes, histograms: Sequence[ExponentHistogram], y: float) -> None:
+def _mark_nonfinite(ax: Axes, samples: Sequence[GradientSample], y: float) -> None:
     """Draws a cross at `y` for each sample with NaN or Inf."""
-    steps = [histogram.step for histogram in histograms if not histogram.is_finite]
+    steps = [sample.step for sample in samples if not sample.is_finite]
     if not steps:
         return
-    label = f"sample with NaN or Inf ({len(steps)} of {len(histograms)})"
+    label = f"sample with NaN or Inf ({len(steps)} of {len(samples)})"
     marks = steps[:: len(steps) // _MOST_CELLS + 1]
     (crosses,) = ax.plot(marks, [y] * len(marks), "x", label=label)
     crosses.set(color=style.MIDDLE, markersize=5)

@@ -114,10 +114,11 @@ def _skipped_steps(run: Run, scale_steps: np.ndarray, scales: np.ndarray) -> np.
 
     steps, rates = _by_step(run, "overflow_rate")
     has_skipped = rates > 0
-    previous_steps = np.append(0, steps[:-1])[has_skipped]
+    previous_steps, skipped = np.append(0, steps[:-1])[has_skipped], steps[has_skipped]
+    indices = np.searchsorted(scale_steps, skipped, side="right") - 1
+    scales_then = scales[np.maximum(indices, 0)]
     marks = []
-    for previous, step in zip(previous_steps, steps[has_skipped], strict=True):
-        scale = scales[max(np.searchsorted(scale_steps, step, side="right") - 1, 0)]
+    for previous, step, scale in zip(previous_steps, skipped, scales_then, strict=True):
         cannot_have_grown = clean.get(step, np.inf) < step - previous < growth_interval
         same_losses = losses.get(step, 0) == losses.get(previous, 0)
         has_backed_off = backs_off_at_once and same_losses and scale > lowest
@@ -133,10 +134,12 @@ def _by_step(run: Run, key: str) -> tuple[np.ndarray, np.ndarray]:
 
     A run that was resumed from a checkpoint contains some steps twice: the newest value is taken.
     """
-    newest = dict(zip(*run.series(key), strict=True))
-    finite = sorted((step, value) for step, value in newest.items() if np.isfinite(value))
-    table = np.array(finite, np.float64).reshape(-1, 2)
-    return table[:, 0], table[:, 1]
+    steps, values = run.series(key)
+    order = np.argsort(steps, kind="stable")
+    steps, values = steps[order].astype(np.float64), values[order].astype(np.float64)
+    is_newest = np.diff(steps, append=np.inf) > 0
+    is_shown = is_newest & np.isfinite(values)
+    return steps[is_shown], values[is_shown]
 
 
 def metric(runs: Mapping[str, Run], name: str, ax: Axes | None = None) -> Axes:

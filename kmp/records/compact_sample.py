@@ -1,6 +1,9 @@
 """The form of a gradient sample in a log; `kmp.records` documents it. Needs no Keras."""
 
 import base64
+import binascii
+import functools
+import math
 import zlib
 from collections.abc import Mapping
 from typing import Any
@@ -58,20 +61,17 @@ def _rounded(magnitudes: np.ndarray) -> np.ndarray:
 def expanded(step: int, data: dict[str, Any]) -> GradientSample:
     """Returns the sample for a dictionary from `compact`.
 
-    The dictionary has the types and ranges of `log_schema.Sample`.
+    The dictionary has the types and ranges of `log_schema.Sample`, and no name twice. What equals
+    that of other samples is shared with them: a log may have hundreds of thousands of small ones.
 
     Raises:
         ValueError: If a value is not valid. The message names its key.
     """
     names = tuple(data["names"])
     size = len(names)
-    if len(set(names)) < size:
-        raise ValueError("`names` must not repeat a name")
     numbers = {key: _numbers(data, key, size) for key in _MAGNITUDES}
-    updates = {key: _integers(data, key, size) for key in UPDATE_COUNTS if key in data}
-    bins = np.array(data["bins"], np.int64)
-    if (np.diff(bins) <= 0).any():
-        raise ValueError("`bins` must ascend")
+    updates = {key: _counts(data, key, size) for key in UPDATE_COUNTS}
+    bins, data["bins"] = _bins(tuple(data["bins"]))
     counts = _integers(data, "counts", size * len(bins)).reshape(len(bins), size).T
     sample = GradientSample(
         step, data["loss_scale"], names, counts, **numbers, **updates, bins=bins
@@ -80,12 +80,34 @@ def expanded(step: int, data: dict[str, Any]) -> GradientSample:
     return sample
 
 
+@functools.lru_cache(maxsize=256)
+def _bins(bins: tuple[int, ...]) -> tuple[np.ndarray, tuple[int, ...]]:
+    """Returns bins as an array and as they are, which samples share.
+
+    Raises:
+        ValueError: If they do not ascend.
+    """
+    array = np.array(bins, np.int64)
+    if (array[1:] <= array[:-1]).any():
+        raise ValueError("`bins` must ascend")
+    array.flags.writeable = False
+    return array, bins
+
+
+@functools.lru_cache(maxsize=16)
+def _constant(value: float, size: int) -> np.ndarray:
+    """Returns what all variables have of a key that a sample omits, which samples share."""
+    return np.broadcast_to(value, size)
+
+
 def _numbers(data: Mapping[str, Any], key: str, size: int) -> np.ndarray:
     if key not in data:
-        return np.full(size, np.nan)
+        return _constant(math.nan, size)
     values = _unpacked(data, key, "<f8", size)
-    is_accepted = np.isnan(values)
-    is_accepted |= (values >= 0) & (values <= HIGHEST_NUMBER)
+    is_accepted = (values >= 0) & (values <= HIGHEST_NUMBER)
+    if is_accepted.all():
+        return values
+    is_accepted |= np.isnan(values)
     if key == "amax":
         is_accepted |= np.isposinf(values)
     if not is_accepted.all():
@@ -93,9 +115,13 @@ def _numbers(data: Mapping[str, Any], key: str, size: int) -> np.ndarray:
     return values
 
 
+def _counts(data: Mapping[str, Any], key: str, size: int) -> np.ndarray:
+    return _integers(data, key, size) if key in data else _constant(0, size)
+
+
 def _integers(data: Mapping[str, Any], key: str, size: int) -> np.ndarray:
     values = _unpacked(data, key, "<i8", size)
-    if ((values < 0) | (values >= MOST_ELEMENTS)).any():
+    if values.view(np.uint64).max(initial=0) >= MOST_ELEMENTS:  # also of negative integers
         raise ValueError(f"`{key}` must hold integers at least 0 and below {MOST_ELEMENTS}")
     return values
 
@@ -117,12 +143,14 @@ def _unpacked(data: Mapping[str, Any], key: str, dtype: str, size: int) -> np.nd
     expected = size * item_size
     decompressor = zlib.decompressobj()
     try:
-        compressed = base64.b64decode(data[key], validate=True)
+        compressed = binascii.a2b_base64(data[key], strict_mode=True)
         content = decompressor.decompress(compressed, expected + 1)
     except (ValueError, zlib.error) as error:
         raise ValueError(f"`{key}` is not zlib data in base64 ({error})") from error
     is_complete = decompressor.eof and not decompressor.unused_data
     if len(content) != expected or not is_complete:
         raise ValueError(f"`{key}` must expand to {expected} bytes")
+    values = np.empty(size, dtype)
     planes = np.frombuffer(content, np.uint8).reshape(item_size, size)
-    return np.ascontiguousarray(planes.T).view(dtype).reshape(size)
+    values.view(np.uint8).reshape(size, item_size)[:] = planes.T
+    return values

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from kmp.records.exponent_histogram import BIN_COUNT, ZERO_BIN, ExponentHistogram
+from kmp.records.exponent_histogram import BIN_COUNT, INF_BIN, ZERO_BIN, ExponentHistogram
 from kmp.utils import validation
 from kmp.utils.names import listed, matching_indices
 
@@ -75,12 +75,17 @@ class GradientSample:
     bins: np.ndarray = field(default_factory=lambda: np.arange(BIN_COUNT))
 
     def __post_init__(self) -> None:
-        is_filled = self.bin_counts.any(axis=0)
-        smallest_dtype = np.min_scalar_type(self.bin_counts.max(initial=0))
-        object.__setattr__(self, "bin_counts", self.bin_counts[:, is_filled].astype(smallest_dtype))
-        object.__setattr__(self, "bins", self.bins[is_filled])
+        counts, is_filled = self.bin_counts, self.bin_counts.any(axis=0)
+        if not is_filled.all():
+            counts = counts[:, is_filled]
+            object.__setattr__(self, "bins", self.bins[is_filled])
+        smallest_dtype = np.min_scalar_type(counts.max(initial=0))
+        object.__setattr__(self, "bin_counts", counts.astype(smallest_dtype))
+        shape = (len(self.names),)
         for key in _COLUMNS:
-            object.__setattr__(self, key, np.broadcast_to(getattr(self, key), len(self.names)))
+            value = getattr(self, key)
+            if np.shape(value) != shape:
+                object.__setattr__(self, key, np.broadcast_to(value, shape))
 
     def __repr__(self) -> str:
         return (
@@ -122,8 +127,8 @@ class GradientSample:
 
         The range is from `first` to below `stop`.
         """
-        is_counted = (self.bins >= first) & (self.bins < stop)
-        return np.asarray(self.bin_counts[:, is_counted].sum(axis=1, dtype=np.int64))
+        start, end = self.bins.searchsorted((first, stop))
+        return np.asarray(self.bin_counts[:, start:end].sum(axis=1, dtype=np.int64))
 
     @property
     def elements(self) -> np.ndarray:
@@ -134,6 +139,11 @@ class GradientSample:
     def zeros(self) -> np.ndarray:
         """Number of elements of each gradient that are exactly zero, int64 of shape `(n,)`."""
         return self.between(ZERO_BIN, ZERO_BIN + 1)
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether no element is Inf or NaN."""
+        return not self.bins.size or bool(self.bins[-1] < INF_BIN)
 
     @property
     def has_update(self) -> bool:
@@ -184,6 +194,8 @@ class GradientSample:
     def without(self, names: Iterable[str]) -> "GradientSample":
         """Returns the sample without the named variables. Unknown names are ignored."""
         excluded = names if isinstance(names, Set) else set(names)
+        if not excluded:
+            return self
         kept = [index for index, name in enumerate(self.names) if name not in excluded]
         return self if len(kept) == len(self) else self._at(kept)
 

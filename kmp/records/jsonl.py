@@ -91,6 +91,8 @@ def _expand_samples(
         data = record[key]
         if "names" in data:
             names = tuple(data["names"])
+            if len(set(names)) < len(names):
+                raise ValueError(f"`names` must not repeat a name - at `$.{key}`")
         if names is None:
             raise ValueError(f"No sample before this one has `names` - at `$.{key}`")
         data["names"] = names

@@ -2,7 +2,7 @@
 
 import errno
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import jinja2
@@ -11,7 +11,7 @@ from kmp.records import Run
 from kmp.report import run_tables
 from kmp.report.format_table import both_formats
 from kmp.report.run_comparison import comparison, difference
-from kmp.report.run_summary import summaries
+from kmp.report.run_summary import RunSummary, summaries
 from kmp.utils import atomic_files, validation
 from kmp.utils.names import printable
 
@@ -33,10 +33,14 @@ def html(runs: Mapping[str, Run]) -> str:
     >>> "0 of 9 steps were skipped." in html({"first": Run([{"step": 9, "overflow_count": 0}])})
     True
     """
+    return _html_of(summaries(runs))
+
+
+def _html_of(found: Sequence[RunSummary]) -> str:
     # Imports matplotlib, here because a training that writes its report goes on if that fails.
     from kmp.report.figures import COMPARED, figures, metric_figures
 
-    first, *others = found = summaries(runs)
+    first, *others = found
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent),
         autoescape=True,
@@ -105,9 +109,13 @@ def write(runs: Mapping[str, Run], path: str | os.PathLike[str]) -> Path:
     'report.html'
     """
     validation.instance("path", path, (str, os.PathLike), "the path of the HTML file")
-    file = Path(path)
-    check_target(file, "`path`")
-    page = html(runs)
+    check_target(Path(path), "`path`")
+    return write_summaries(summaries(runs), Path(path))
+
+
+def write_summaries(found: Sequence[RunSummary], file: Path) -> Path:
+    """Does the same as `write`, of what is summarized already, to a file that was checked."""
+    page = _html_of(found)
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         with atomic_files.atomic_write(file) as temporary:

@@ -138,7 +138,7 @@ def _first_differences(first: Run, second: Run) -> dict[str, _Difference] | None
     is_compared = False
     for step in steps[:: len(steps) // _MOST_STEPS + 1]:
         sample, other = samples[step], other_samples[step]
-        if not (sample.histogram.is_finite and other.histogram.is_finite):
+        if not (sample.is_finite and other.is_finite):
             continue
         layers, other_layers = _layers(sample, names), _layers(other, other_names)
         is_compared = is_compared or bool(layers.keys() & other_layers.keys())

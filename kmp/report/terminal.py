@@ -40,7 +40,11 @@ def summary(runs: Mapping[str, Run]) -> RenderableType:
     It is not known whether float16 hurts this run. Not measured: gradients, because
     ...
     """
-    found = summaries(runs)
+    return summary_of(summaries(runs))
+
+
+def summary_of(found: Sequence[RunSummary]) -> RenderableType:
+    """Returns the same as `summary`, of what is summarized already."""
     return Group(*(_comparison(found) if len(found) > 1 else _single_run(found[0])))
 
 

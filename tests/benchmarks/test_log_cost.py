@@ -1,3 +1,5 @@
+import tracemalloc
+
 import log_cost
 
 from kmp import advise, load_run
@@ -25,3 +27,19 @@ def test_log_of_a_size_ends_with_the_record_that_reaches_it(tmp_path):
         assert (
             len(load_run(log.parent).samples) > 1 if variables else not load_run(log.parent).samples
         )
+
+
+def test_memory_to_load_and_advise_on_small_samples_is_a_few_times_the_log(tmp_path):
+    folder = log_cost.write(tmp_path / "log", variables=1, megabytes=0.5)
+    advise(load_run(folder))  # what is allocated once
+    tracemalloc.start()
+    try:
+        run = load_run(folder)
+        loaded, _ = tracemalloc.get_traced_memory()
+        advise(run)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    size = (folder / log_cost.FILE_NAME).stat().st_size
+    assert loaded < 6 * size
+    assert peak < 11 * size
