@@ -283,7 +283,7 @@ def _(cause: WrongGradients, run: RunMetrics) -> Text:
     kept = percent(max(0.0, error.kept))
     noise = ""
     if error.noise is not None:
-        noise = f"; the sampling noise is {percent(error.noise)}"
+        noise = f"; another batch of this size changes them by {percent(error.noise)}"
     return Text(
         title,
         f"{evidence} by {percent(error.error)} of their norm, and keep {kept} of it{noise}",

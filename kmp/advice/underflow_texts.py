@@ -61,9 +61,10 @@ def _evidence(cause: ScaleTooSmall, run: RunMetrics) -> str:
         samples = len(run.finite_samples)
         parts.append(f"the underflow origin is {path} in {count} of {samples} samples")
     if cause.severity == INFO:
-        error = run.largest_gradient_error
+        largest = run.largest_gradient_error
+        assert largest is not None  # only gradients that agree make it an info
         parts.append(
-            f"compared with float32, the gradients of a layer differ by at most {error:.1%}"
+            f"compared with float32, the gradients of a layer differ by at most {largest.error:.1%}"
         )
     return "; ".join(parts)
 

@@ -174,7 +174,7 @@ def _overflows(run: RunMetrics) -> Iterator[str]:
     if run.complete_run.last("overflow_count") is None:
         remedy = "kmp.callbacks.defaults(), which counts them"
         yield doubt("how many steps were skipped", remedy)
-    are_later = run.overflows != run.startup_overflows[0]
+    are_later = run.overflows != run.startup_overflows[0] and not _is_settling(run)
     if are_later and run.overflows > thresholds.MANY_SKIPPED * run.steps:
         remedy = "a longer run"
         if run.has_loss_scale:
@@ -182,15 +182,25 @@ def _overflows(run: RunMetrics) -> Iterator[str]:
         yield doubt("why steps overflow", remedy)
 
 
+def _is_settling(run: RunMetrics) -> bool:
+    """Whether the skipped steps are those of a scale that falls until it suits the gradients.
+
+    Which the last one must not belong to. A scale that grows too fast has a finding.
+    """
+    if run.is_fixed or not run.has_loss_scale or run.consecutive_overflows:
+        return False
+    return run.overflows <= thresholds.SKIPPED_AT_START
+
+
 def _samples(run: RunMetrics) -> Iterator[str]:
-    few, samples = thresholds.FEW_SAMPLES, run.finite_samples
-    last = max(sample.step for sample in samples)
-    if len(samples) < few or 2 * last < run.last_step:
-        yield doubt(
-            f"the gradients of the whole run, from fewer than {few} samples or none of its second"
-            " half",
-            "a smaller every_n_steps in kmp.callbacks.defaults()",
-        )
+    """Yields what the samples do not show of the start, the middle and the end of a run."""
+    what, samples = "the gradients of the whole run", run.finite_samples
+    if len(samples) < thresholds.FEW_SAMPLES:
+        taken = f"{counted(len(samples), 'finite sample')} in {counted(run.steps, 'step')}"
+        yield doubt(f"{what}, because there are only {taken}", "a longer run")
+    elif 2 * max(sample.step for sample in samples) < run.last_step:
+        remedy = "a smaller every_n_steps in kmp.callbacks.defaults()"
+        yield doubt(f"{what}, because its second half has no finite sample", remedy)
 
 
 def _zeros(run: RunMetrics) -> Iterator[str]:

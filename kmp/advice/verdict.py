@@ -6,6 +6,7 @@ from kmp.advice.finding import Finding
 from kmp.advice.unknowns import doubt, lost_norm, unknowns
 from kmp.advice.wording import counted, repaired_layers, skipped
 from kmp.diagnosis import INFO, RunMetrics, soundness, thresholds
+from kmp.records.replay import GradientError
 from kmp.utils.float_formats import FLOAT16, FLOAT32, as_power
 
 
@@ -19,12 +20,11 @@ def verdict(run: RunMetrics, findings: Sequence[Finding]) -> str:
         return _of_float32(run, findings)
     not_known = f"It is not known whether {run.format.name} hurts this run."
     if not run.finite_samples:
-        return f"{not_known} {_unsampled(run)} Measured: {skipped(run)}."
+        return f"{not_known} Measured: {skipped(run)}. {_unsampled(run)}"
     # No headline reassures beside something that was not measured.
     unknown = list(unknowns(run))
     if unknown:
-        not_measured = " ".join(unknown)
-        return f"{not_known} {not_measured} Measured: {_measured(run)}"
+        return " ".join([not_known, f"Measured: {_measured(run)}", *unknown])
     harmless = f"{run.format.name} does not hurt this run"
     if run.fallback:
         layers = repaired_layers(run.fallback["fallback"], run)
@@ -36,7 +36,7 @@ def _of_float32(run: RunMetrics, findings: Sequence[Finding]) -> str:
     """Returns what was seen of a run that loses nothing to its format."""
     if not run.finite_samples:
         not_known = "It is not known whether anything is wrong with this float32 run."
-        return f"{not_known} {_unsampled(run)} Measured: {skipped(run)}."
+        return f"{not_known} Measured: {skipped(run)}. {_unsampled(run)}"
     norms = [sample.total_norm for sample in run.finite_samples]
     gradients = f"the norm of the gradients was {_range(norms)} in {_samples(run)}"
     updates = ""
@@ -114,4 +114,14 @@ def _gradients(run: RunMetrics) -> str:
         errors = replay.gradient_errors
         has_converged |= len(soundness.unconverged(errors)) < len(errors)
     until = " until they nearly vanish" if has_converged else ""
-    return f", and the gradients of a layer by at most {largest:.1%}{until}"
+    normal = _normal_difference(largest)
+    return f", and the gradients of a layer by at most {largest.error:.1%}{until}{normal}"
+
+
+def _normal_difference(found: GradientError) -> str:
+    """Returns what to compare an error of gradients with that is not small."""
+    if found.error < thresholds.SMALL_GRADIENT_ERROR:
+        return ""
+    if found.noise is None:
+        return f" (harmful above {thresholds.HARMFUL_GRADIENT_ERROR:.0%})"
+    return f" (another batch of this size changes them by {found.noise:.0%})"

@@ -5,7 +5,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import cached_property
-from operator import itemgetter
+from operator import attrgetter, itemgetter
 from typing import Any
 
 import numpy as np
@@ -15,7 +15,7 @@ from kmp.diagnosis.loss_scale_sweep import WhatIf, sweep
 from kmp.diagnosis.sample_statistics import counts_below, statistics, unscaled_counts, usable
 from kmp.records import Replay, Run
 from kmp.records.gradient_sample import layer_of
-from kmp.records.replay import LOSS_FUNCTION
+from kmp.records.replay import LOSS_FUNCTION, GradientError
 from kmp.utils.float_formats import FLOAT16, FLOAT32
 from kmp.utils.names import path_and_parents
 
@@ -129,15 +129,15 @@ class RunMetrics:
         return failed
 
     @cached_property
-    def largest_gradient_error(self) -> float | None:
+    def largest_gradient_error(self) -> GradientError | None:
         """The largest error of gradients in all comparisons; `None` without one.
 
         Of layers that had not converged.
         """
-        errors: list[float] = []
+        errors: list[GradientError] = []
         for _, replay in self.comparisons:
-            errors += [each.error for each in soundness.unconverged(replay.gradient_errors)]
-        return max(errors, default=None)
+            errors += soundness.unconverged(replay.gradient_errors)
+        return max(errors, key=attrgetter("error"), default=None)
 
     @property
     def is_compared_late(self) -> bool:
@@ -150,10 +150,10 @@ class RunMetrics:
 
         That is, one comparison was in that half, and all errors are small.
         """
-        error = self.largest_gradient_error
-        if error is None or not self.is_compared_late:
+        largest = self.largest_gradient_error
+        if largest is None or not self.is_compared_late:
             return False
-        return error < thresholds.SMALL_GRADIENT_ERROR
+        return largest.error < thresholds.SMALL_GRADIENT_ERROR
 
     @cached_property
     def with_harmful_gradients(self) -> list[Replay]:
@@ -348,18 +348,22 @@ class RunMetrics:
     def losses(self) -> tuple[float, float, float]:
         """The first finite loss, the highest magnitude since, and the last; NaN if none.
 
-        The last is the median of a few, because the loss of one batch may be noisy.
+        The last is the median of a few of the second half, because the loss of one batch may be
+        noisy.
         """
-        _, losses = self.run.series("last_loss")
+        steps, losses = self.run.series("last_loss")
         _, highest_losses = self.run.series("highest_loss")
         finite = losses[np.isfinite(losses)]
+        late = losses[np.isfinite(losses) & (2 * steps >= self.last_step)]
+        if not late.size:
+            late = finite[-1:]
         # That of the first record may be of a step before this run.
         increased = highest_losses[highest_losses > highest_losses[:1]]
         magnitudes = np.concatenate([increased, np.abs(finite)])
         highest = float(magnitudes.max()) if magnitudes.size else math.nan
         if not finite.size:
             return math.nan, highest, math.nan
-        last = np.median(finite[-thresholds.LAST_LOSSES :])
+        last = np.median(late[-thresholds.LAST_LOSSES :])
         return float(finite[0]), highest, float(last)
 
     @property

@@ -85,9 +85,8 @@ BEYOND_NOISE = 2.0
 # Beside a harmful error of the outputs. Not seen: the errors of gradients are far larger there.
 # Kept, because an error of the outputs that no gradient shows does no harm.
 NOTICED_GRADIENT_ERROR = 0.1
-# Of a layer's gradients: those of another batch differ by more. Not seen: few of the runs with many
-# subnormal gradients are compared, and these agree far better or not at all. Kept, because only
-# gradients that agree make subnormal ones harmless.
+# Of a layer's gradients: those of another batch differ by more. Only gradients that agree make
+# subnormal ones harmless.
 SMALL_GRADIENT_ERROR = 0.1
 CONVERGED = 1e-3  # of the largest gradients of the layer: smaller ones are nothing but rounding
 # Where those of all layers together have converged. An attention whose inputs are random at first
@@ -147,8 +146,7 @@ LARGE_INPUT = 300.0
 
 # Losses.
 RISING_LOSS = 2.0  # times the first loss: noise of one batch stays below
-# Times the first loss. Not seen: the only run near it, with 88 times, has the same cause by its
-# updates. Kept, because a divergence has no limit, and noise stays far below.
+# Times the first loss. A divergence has no limit, and noise stays far below.
 EXPLODING_LOSS = 100.0
 SMALL_LOSS = 0.01  # a first loss below counts as this
 FALLING_LOSS = 0.99  # times that of the middle epoch

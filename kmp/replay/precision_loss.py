@@ -212,7 +212,7 @@ def gradient_errors(result: PassResult, reference: Reference) -> list[GradientEr
     limit = thresholds.VANISHED**2 * largest
     known = {layer: each for layer, each in sums.items() if each.square > limit}
     noise: dict[str, float] = {}
-    if any(each.error > thresholds.HARMFUL_GRADIENT_ERROR for each in known.values()):
+    if any(each.error > thresholds.SMALL_GRADIENT_ERROR for each in known.values()):
         noise = _noise_by_layer(result, reference, known)
     found = []
     for layer, each in known.items():

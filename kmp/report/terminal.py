@@ -37,7 +37,7 @@ def summary(runs: Mapping[str, Run]) -> RenderableType:
     >>> import rich
     >>> rich.print(summary({"first": Run([{"step": 9}])}))  # doctest: +ELLIPSIS
     first: 9 steps
-    It is not known whether float16 hurts this run. Not measured: gradients, because
+    It is not known whether float16 hurts this run. Measured: skipped steps were not
     ...
     """
     return summary_of(summaries(runs))

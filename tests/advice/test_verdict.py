@@ -71,6 +71,38 @@ def test_verdict_is_good_if_everything_is_excluded():
     assert verdict.endswith("in 3 samples.")
 
 
+@pytest.mark.parametrize(
+    ("error", "noise", "normal"),
+    [
+        (0.05, 1.4, "by at most 5.0%;"),
+        (0.2, 1.4, "by at most 20.0% (another batch of this size changes them by 140%);"),
+        (0.2, None, "by at most 20.0% (harmful above 25%);"),
+        (0.5, 1.4, "by at most 50.0% (another batch of this size changes them by 140%);"),
+    ],
+)
+def test_verdict_says_what_is_normal_beside_gradients_that_differ(error, noise, normal):
+    found = [GradientError("net", error, 1.0, 1.0, noise), GradientError("a", 0.04, 1.0, 1.0, 0.1)]
+    rows = compared(row(1), gradient_errors=found), row(50), compared(row(100))
+    verdict = advice_of(*rows).verdict
+    assert verdict.startswith(GOOD)
+    assert f"and the gradients of a layer {normal}" in verdict
+
+
+@pytest.mark.parametrize(
+    ("last", "is_known"),
+    [
+        ({"overflow_count": 3}, True),
+        ({"overflow_count": 7}, False),
+        ({"overflow_count": 3, "overflows_in_a_row": 1}, False),
+    ],
+)
+def test_few_steps_that_a_falling_scale_skips_need_no_other_reason(last, is_known):
+    rows = compared(row(1, overflows_in_a_row=0)), row(8), compared(row(16, **last))
+    verdict = advice_of(*rows).verdict
+    assert verdict.startswith(GOOD) == is_known
+    assert ("why steps overflow" in verdict) != is_known
+
+
 COMPARED = compared(row(1)), row(50), compared(row(100))
 LATER = row(50), row(100)
 FLUSHED = make_replay(32, 2.0**15, 1.0, 1.0, True, True, flushed={"net/kernel": 0.6})
@@ -175,12 +207,18 @@ OPEN = {
         ],
         "what 3 variables in 16 bits, of agent.slow, lose that the training step assigns",
     ),
-    "few samples": ([compared(row(1)), compared(row(100))], "the gradients of the whole run"),
+    "few steps": (
+        [compared(row(1)), compared(row(3))],
+        (
+            "the gradients of the whole run, because there are only 2 finite samples in 3 steps; to"
+            " find out: a longer run"
+        ),
+    ),
     "early samples": (
         [*map(row, (1, 2, 3)), {"step": 200, "overflow_count": 0, "last_loss": 1.0}],
         (
-            "the gradients of the whole run, from fewer than 3 samples or none of its second half;"
-            " to find out: a smaller"
+            "the gradients of the whole run, because its second half has no finite sample; to find"
+            " out: a smaller"
         ),
     ),
     "zeros": (
@@ -505,11 +543,10 @@ def test_state_in_float16_needs_another_dtype_of_its_variable():
 @pytest.mark.parametrize("case", OPEN)
 def test_verdict_reassures_of_nothing_that_was_not_measured(case):
     rows, unknown, *settings = OPEN[case]
-    headline, _, rest = advice_of(*rows, **dict(*settings)).verdict.partition(" Not measured: ")
-    assert headline == UNKNOWN
+    measured, _, rest = advice_of(*rows, **dict(*settings)).verdict.partition(" Not measured: ")
+    assert measured.startswith(f"{UNKNOWN} Measured: ")
     assert unknown in rest
     assert "to find out: " in rest
-    assert " Measured: " in rest
 
 
 WITHOUT_SCALE = {"rule": "FixedScale", "initial_scale": 1.0}
@@ -527,9 +564,9 @@ def test_verdict_of_float32_says_what_was_seen_and_compares_nothing():
         "in 2 samples, and no update seen was larger than 0.5 times the weights."
     )
     assert advice_of({"step": 100, "overflow_count": 0}, **settings).verdict == (
-        "It is not known whether anything is wrong with this float32 run. Not measured: gradients,"
-        " because none were sampled; to find out: a run with kmp.callbacks.defaults() whose steps"
-        " are finite. Measured: 0 of 100 steps were skipped."
+        "It is not known whether anything is wrong with this float32 run. Measured: 0 of 100 steps"
+        " were skipped. Not measured: gradients, because none were sampled; to find out: a run with"
+        " kmp.callbacks.defaults() whose steps are finite."
     )
 
 
@@ -550,7 +587,7 @@ def test_verdict_of_bfloat16_is_about_rounding_and_not_about_its_range():
         " 1.00%, and the gradients of a layer by at most 6.0%; 0 of 100 steps were skipped."
     )
     verdict = advice_of(first, small[1], small[2], **settings).verdict
-    assert verdict.startswith("It is not known whether bfloat16 hurts this run. Not measured: how")
+    assert verdict.startswith("It is not known whether bfloat16 hurts this run. Measured: in 1")
     assert "only 1 batch of the run was compared" in verdict
     assert "scale" not in verdict
 
@@ -572,8 +609,8 @@ def test_harmful_gradients_are_a_warning_with_the_loss_scale_that_removes_the_er
     )
     assert finding.change == "kmp.enable(initial_scale=2.0**20)"
     assert (
-        "differ by 60 % of their norm, and keep 50 % of it; the sampling noise is 10 %"
-        in finding.evidence
+        "differ by 60 % of their norm, and keep 50 % of it; another batch of this size changes"
+        " them by 10 %" in finding.evidence
     )
 
 
