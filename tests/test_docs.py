@@ -143,7 +143,7 @@ def test_python_blocks_of_the_guide_run_from_top_to_bottom(
         if not re.search("import (wandb|mlflow)", code):  # mlflow: see callbacks/test_mlflow.py
             exec(compile(code, page, "exec"), names)
     if page == "loops":
-        assert [sample.step for sample in kmp.load_run("run").samples] == [11, 14]
+        assert [sample.step for sample in kmp.load_run("run").samples] == [11, 12, 14]
 
 
 def test_conversion_of_the_guide_keeps_the_weights(monkeypatch):

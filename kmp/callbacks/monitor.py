@@ -28,7 +28,7 @@ class Monitor(keras.callbacks.Callback):
     """Records a training, finds what 16 bits lose, repairs it where it can, and stops it if stuck.
 
     The compiled step counts on the device. This callback copies the counts to the host after the
-    first step, at most every 32 batches, and at the end of each epoch. In `logs`:
+    first steps, at most every 32 batches, and at the end of each epoch. In `logs`:
 
     - `loss_scale`: the loss scale of the next step; 1 if the training loop does not scale its loss.
     - `overflow_count`: steps skipped since training began because the loss or a gradient was
@@ -38,9 +38,9 @@ class Monitor(keras.callbacks.Callback):
 
     **Records.** `run` and the log have more, see `kmp.records`: the variables in which overflows
     originated, and samples of the gradients with a histogram of binary exponents, the norm and the
-    amax of each gradient. The first five samples and every tenth after them also measure the weight
-    update of the step, or of the execution with `steps_per_execution`; a step that updates no
-    weights has none, and the next sample measures it. TensorBoard has the histogram of all
+    amax of each gradient. The first twelve samples and every tenth after them also measure the
+    weight update of the step, or of the execution with `steps_per_execution`; a step that updates
+    no weights has none, and the next sample measures it. TensorBoard has the histogram of all
     gradients of each sample, and those by layer of the samples with the weight update. Each time
     the records have grown by 4 MB in the log and in TensorBoard's files, the interval doubles: the
     log of a million steps stays below 50 MB.
@@ -89,7 +89,8 @@ class Monitor(keras.callbacks.Callback):
         every_n_steps: Integer, at least 1: how often to record and sample, in steps of the
             optimizer; between two records, each batch counts as one. Gradients are sampled in each
             step divisible by this number; in the first step of `fit`, and in further ones until one
-            does not overflow, at most 16; and in the first step of an epoch without such a step. An
+            does not overflow, at most 16; in the first step of an epoch without such a step; and
+            before this number of steps each time that they have doubled, for a short training. An
             execution of several steps keeps its last sample.
         optimizer: The `kmp.LossScaleOptimizer` to read, for a model with several. Defaults to the
             model's.

@@ -94,8 +94,11 @@ class Recorder:
         )
         self.first_step = snapshot.step
         self._is_open = False
+        rows = self._rows_before()
+        # Where the records begin, in a training that may continue another one.
+        self._began = rows[0]["step"] - 1 if rows else self.first_step
         # The bytes of records and TensorBoard's histograms, in memory or on disk.
-        self._size = sum(map(record_size, self._rows_before()))
+        self._size = sum(map(record_size, rows))
         # `History` and `CSVLogger` take the keys of the first epoch, so all keys exist from the
         # start.
         initial: dict[str, float] = {
@@ -286,7 +289,17 @@ class Recorder:
         return int(min(self._settings.every_n_steps * 2**doublings, NEVER))
 
     def _plan_next_read(self, step: int) -> None:
-        interval = self._interval
+        """Plans to read at the next step that the interval divides.
+
+        And before, each time the steps have doubled: a run of any length has records of its second
+        half. Not once the records are so large that the interval grows.
+        """
+        interval, steps = self._interval, step - self._began
         self.batches_left = interval - step % interval
+        doubled = 1 << steps.bit_length()
+        is_early = doubled - steps < self.batches_left and doubled < self._settings.every_n_steps
+        is_early &= interval == self._settings.every_n_steps
+        if is_early:
+            self.batches_left = doubled - steps
         if self.sampling:
-            self.sampling.follow(interval)
+            self.sampling.follow(interval, step + self.batches_left if is_early else 0)

@@ -10,7 +10,8 @@ from kmp.optimizer import LossScaleOptimizer
 from kmp.records import GradientSample, Snapshot
 
 _RETRIES = 16  # as many halvings lead from the default loss scale to 1
-_FIRST_UPDATES = 5  # samples that measure the update of the weights
+# Samples that measure the update of the weights: the 8 before step 250, and some after it.
+_FIRST_UPDATES = 12
 # In samples after these: measuring an update takes several times as long as sampling.
 UPDATES_EVERY = 10
 
@@ -66,11 +67,11 @@ class SampleSchedule:
         self._interval = interval
         self._optimizer.sampler.start(self, interval, first=self._requested_step)
 
-    def follow(self, interval: int) -> None:
-        """Samples each step divisible by the interval."""
-        if interval != self._interval:
-            self._interval = interval
-            self._optimizer.sampler.start(self, interval)
+    def follow(self, interval: int, step: int) -> None:
+        """Samples each step divisible by the interval, and the given one if it is not 0."""
+        if (interval, step) != (self._interval, self._requested_step):
+            self._interval, self._requested_step = interval, step
+            self._optimizer.sampler.start(self, interval, first=step)
 
     def begin_batch(self) -> None:
         """Copies the weights before a call of the step that is sampled, if an update is due."""

@@ -45,8 +45,9 @@ from kmp.records.log_schema import SCHEMA
 
 pytestmark = pytest.mark.usefixtures("enabled")
 
-# The steps of two trainings that follow each other, recorded every 10 steps.
-TWICE = [1, 10, 20, 21, 30, 40]
+# The steps of two trainings that follow each other, and of a third, recorded every 10 steps.
+TWICE = [1, 2, 4, 8, 10, 20, 21, 22, 24, 28, 30, 40]
+THIRD = [41, 42, 44, 48, 50, 60]
 
 
 def logged_steps(folder):
@@ -91,10 +92,7 @@ def test_files_have_the_records_of_the_callbacks(tmp_path):
     assert [*map(to_line, run.rows)] == [*map(to_line, logged.rows)]
     assert ["names" in line["sample"] for line in lines[1:] if "sample" in line] == [
         True,
-        False,
-        False,
-        False,
-        False,
+        *[False] * 6,
     ]
     events = EventAccumulator(str(tmp_path / "logs"), {"tensors": 0}).Reload()
     tags = {*events.Tags()["tensors"]}
@@ -104,7 +102,7 @@ def test_files_have_the_records_of_the_callbacks(tmp_path):
         "kmp/grad_zeros",
         "kmp/gradient_exponents",
     } <= tags
-    assert [e.step for e in events.Tensors("kmp/log2_loss_scale")] == [1, 5, 10, 15, 20]
+    assert [e.step for e in events.Tensors("kmp/log2_loss_scale")] == [1, 2, 4, 5, 10, 15, 20]
     buckets = array_of(events.Tensors("kmp/gradient_exponents")[0])
     assert buckets[:, 2].sum() == run.histograms[0].by_exponent.sum()
     assert buckets[:, 1].tolist() == (buckets[:, 0] + 1).tolist()
@@ -192,8 +190,8 @@ def test_run_that_resumes_with_the_backup_of_keras_ends_as_one_that_was_not_inte
         resumed = end_of_a_training(folder, [Interrupt(epoch=1), None], is_backup_first)
         assert resumed[0] == snapshot
         np.testing.assert_equal(resumed[1], variables)
-        # And the first step after the resume.
-        assert resumed[2] == sampled_steps(folder) == sorted([*steps, 9])
+        # And the first steps after the resume.
+        assert resumed[2] == sampled_steps(folder) == sorted([*steps, 9, 10])
 
 
 HEADER = f'{{"schema":{SCHEMA},"kind":"header"}}\n'
@@ -243,7 +241,7 @@ def test_resume_from_an_older_checkpoint_archives_the_later_records_and_a_kill_m
         with pytest.raises(KeyboardInterrupt):
             resume()
     resume()
-    assert logged_steps(tmp_path) == steps_in_tensorboard(tmp_path) == [1, 2, 4, 6, 7, 10, 12]
+    assert logged_steps(tmp_path) == steps_in_tensorboard(tmp_path) == [1, 2, 4, 6, 7, 8, 10, 12]
     assert logged_steps(tmp_path / "earlier-1") == before == [1, 2, 4, 6, 7, 8, 10, 12]
 
 
@@ -267,12 +265,13 @@ def test_second_fit_continues_the_log_or_archives_one_that_cannot_be_continued_a
     assert fit_and_get_warnings(tmp_path, model, caplog) == [
         f"Moved an earlier log to {tmp_path}/earlier-1: it ends in the middle of a line."
     ]
-    assert logged_steps(tmp_path) == [*TWICE, 41, 50, 60]
+    assert logged_steps(tmp_path) == [*TWICE, *THIRD]
     assert (tmp_path / "earlier-1" / "kmp.jsonl").read_text().endswith('{"step": 2')
     assert fit_and_get_warnings(tmp_path, compiled_model(), caplog) == [
         f"Moved an earlier log to {tmp_path}/earlier-2: it goes beyond step 0."
     ]
-    for folder, steps in ((tmp_path, [1, 10, 20]), (tmp_path / "earlier-2", [*TWICE, 41, 50, 60])):
+    earlier = tmp_path / "earlier-2"
+    for folder, steps in ((tmp_path, TWICE[:6]), (earlier, [*TWICE, *THIRD])):
         assert logged_steps(folder) == steps_in_tensorboard(folder) == steps
 
 
@@ -281,7 +280,7 @@ def test_log_without_records_is_replaced_without_a_warning(tmp_path, caplog):
     for start, content in ((0, HEADER), (20, HEADER[:15])):
         (tmp_path / "kmp.jsonl").write_text(content)
         assert fit_and_get_warnings(tmp_path, model, caplog) == []
-        assert logged_steps(tmp_path) == [start + 1, start + 10, start + 20]
+        assert logged_steps(tmp_path) == [start + step for step in TWICE[:6]]
         assert kmp.load_run(tmp_path).settings["optimizer"] == "SGD"
 
 
@@ -298,7 +297,7 @@ def test_notebook_cell_can_run_again_after_an_interrupt_or_a_failure_at_its_firs
     with pytest.raises(KeyboardInterrupt):
         fit(model, [LossScaleLogger(tmp_path, 2), Interrupt()])
     fit(model, [LossScaleLogger(tmp_path, 5)], batches=6)
-    assert logged_steps(tmp_path) == [1, 2, 4, 6, 7, 10, 12]
+    assert logged_steps(tmp_path) == [1, 2, 4, 6, 7, 8, 10, 12]
     with pytest.raises(KeyboardInterrupt):
         fit(compiled_model(run_eagerly=True), [LossScaleLogger(tmp_path, 2), Interrupt()])
     model, (x, _) = compiled_model(run_eagerly=True), small_data()
@@ -307,7 +306,7 @@ def test_notebook_cell_can_run_again_after_an_interrupt_or_a_failure_at_its_firs
     # While the traceback holds the callbacks.
     model.compile("sgd", "sparse_categorical_crossentropy", run_eagerly=True)
     fit(model, [LossScaleLogger(tmp_path, 5)], batches=6)
-    assert logged_steps(tmp_path) == [1, 5, 6]
+    assert logged_steps(tmp_path) == [1, 2, 4, 5, 6]
     assert caught.traceback
 
 
@@ -336,7 +335,7 @@ def test_log_dir_that_another_process_uses_raises_and_is_unchanged_until_that_pr
         process.wait()
         last = LossScaleLogger(tmp_path, 10)
         fit(model, [last])
-    assert logged_steps(tmp_path) == [1, 10, 20, 41, 50, 60]
+    assert logged_steps(tmp_path) == [*TWICE[:6], *THIRD]
     assert not is_locked(tmp_path)  # while `last` exists
 
 
@@ -412,7 +411,7 @@ def test_reached_quota_stops_the_log_and_not_the_training_and_a_later_run_contin
     assert steps == list(range(1, len(steps) + 1))
     assert 5 < len(steps) < 60
     fit(model, [LossScaleLogger(tmp_path, 10)])
-    assert logged_steps(tmp_path) == [*steps, 61, 70, 80]
+    assert logged_steps(tmp_path) == [*steps, 61, 62, 64, 68, 70, 80]
 
 
 @pytest.fixture

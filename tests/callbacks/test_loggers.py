@@ -46,14 +46,35 @@ def test_training_is_recorded_and_unchanged(mode):
     )
     assert history["loss_scale"] == [2.0**15] * 2
     # Records follow the optimizer's step counter.
-    expected = [8, 16, 21, 37, 42] if mode == "steps_per_execution" else [1, 10, 20, 21, 30, 40, 42]
-    assert steps_of(callbacks[0]) == expected
+    recorded, sampled = [1, 2, 4, 8, 10, 20, 21, 30, 40, 42], [1, 2, 4, 8, 10, 20, 30, 40]
+    if mode == "steps_per_execution":
+        recorded, sampled = [8, 16, 21, 37, 42], [1, 10, 20, 30, 40]
+    assert steps_of(callbacks[0]) == recorded
     histograms = callbacks[0].run.histograms
-    assert [histogram.step for histogram in histograms] == [1, 10, 20, 30, 40]
+    assert [histogram.step for histogram in histograms] == sampled
     sizes = sum(int(np.prod(variable.shape)) for variable in model.trainable_variables)
     assert {(histogram.total, histogram.loss_scale) for histogram in histograms} == {
         (sizes, 2.0**15)
     }
+
+
+@pytest.mark.parametrize(
+    ("steps", "sampled", "verdict"),
+    [
+        (12, [1, 2, 4, 8], "float16 does not hurt this run: in"),
+        (3, [1, 2], "It is not known whether float16 hurts this run. Measured: in 2 batches"),
+    ],
+)
+def test_short_training_is_sampled_each_time_its_steps_have_doubled(steps, sampled, verdict):
+    callbacks = defaults()
+    fit(compiled_model(run_eagerly=True), callbacks, batches=steps)
+    run = callbacks[0].run
+    assert [sample.step for sample in run.samples] == sampled
+    assert all(sample.has_update for sample in run.samples)
+    advice = kmp.advise(run)
+    assert advice.verdict.startswith(verdict)
+    is_too_short = "only 2 finite samples in 3 steps; to find out: a longer run" in advice.verdict
+    assert is_too_short == (steps == 3)
 
 
 def test_only_a_training_with_the_callback_is_sampled():
@@ -66,8 +87,8 @@ def test_only_a_training_with_the_callback_is_sampled():
     for used in ([histogram], [], [histogram]):
         fit(model, used, batches=8)
         sampled.append(model.optimizer.snapshot().sample.step)
-    assert sampled == [9, 9, 25]
-    assert [each.step for each in histogram.run.histograms] == [9, 25]
+    assert sampled == [16, 16, 25]
+    assert [each.step for each in histogram.run.histograms] == [9, 10, 12, 16, 25]
 
 
 class SeveralStepsPerBatch(keras.Sequential):
@@ -85,7 +106,7 @@ def test_records_have_the_optimizer_steps_if_a_batch_takes_several():
     model.compile("sgd", "sparse_categorical_crossentropy", run_eagerly=True)
     fit(model, [callback], batches=12)
     # Between two reads, each batch counts as one step.
-    assert steps_of(callback) == [2, 10, 14, 22, 24]
+    assert steps_of(callback) == [2, 6, 18, 24]
 
 
 def test_logged_norm_is_the_last_finite_one():
@@ -120,7 +141,7 @@ def test_steps_of_several_batches_are_counted_and_an_epoch_without_one_has_all_k
     )
     model.compile("sgd", "sparse_categorical_crossentropy", run_eagerly=True)
     fit(model, [callback], batches=24)
-    assert steps_of(callback) == [2, 4, 6]
+    assert steps_of(callback) == [1, 2, 3, 4, 5, 6]
     history = fit(model, without_replays(), batches=3, epochs=2)
     assert {key: len(values) for key, values in history.items()} == dict.fromkeys(
         {"loss"} | KEYS, 2
@@ -137,8 +158,8 @@ def test_monitor_copies_a_snapshot_only_after_new_steps(monkeypatch):
     snapshot = model.optimizer.snapshot
     monkeypatch.setattr(model.optimizer, "snapshot", lambda: snapshots.append(1) or snapshot())
     fit(model, [monitor], batches=10)
-    # Two at the start; then steps 1, 5, 10, and not at the end of the epoch.
-    assert len(snapshots) == 2 + 3
+    # Two at the start; then steps 1, 2, 4, 5, 10, and not at the end of the epoch.
+    assert len(snapshots) == 2 + 5
 
 
 def test_overflows_are_counted_and_the_rate_is_since_the_last_record():
@@ -149,15 +170,17 @@ def test_overflows_are_counted_and_the_rate_is_since_the_last_record():
     assert 5 < total < 20
     assert history["overflow_count"][-1] == total
     records = [record for record in callback.run.rows if "metrics" not in record]
-    assert [record["step"] for record in records] == [1, 10, 20, 30, 40]
-    assert records[1]["overflow_rate"] == (records[1]["overflow_count"] - 1) / 9
+    assert [record["step"] for record in records] == [1, 2, 4, 8, 10, 20, 30, 40]
+    fourth, eighth = records[2:4]
+    new = eighth["overflow_count"] - fourth["overflow_count"]
+    assert eighth["overflow_rate"] == new / 4 > 0
 
 
 def test_every_epoch_has_a_histogram_of_the_chosen_variables():
     callbacks = without_replays(every_n_steps=10, variables="*/kernel")
     fit(compiled_model(run_eagerly=True), callbacks, batches=4, epochs=4)
     run = callbacks[0].run
-    assert [histogram.step for histogram in run.histograms] == [1, 5, 10, 13]
+    assert [histogram.step for histogram in run.histograms] == [1, 2, 4, 5, 8, 10, 13]
     assert run.series("grad_zeros")[1].tolist() == [
         histogram.zero_fraction for histogram in run.histograms
     ]
@@ -207,7 +230,7 @@ def test_two_histograms_with_different_every_n_steps_each_have_their_samples():
     frequent, rare = (GradientHistogram(every_n_steps=number) for number in (2, 3))
     fit(compiled_model(run_eagerly=True), [frequent, rare], batches=10)
     assert [histogram.step for histogram in frequent.run.histograms] == [1, 2, 4, 6, 8, 10]
-    assert [histogram.step for histogram in rare.run.histograms] == [1, 3, 6, 9]
+    assert [histogram.step for histogram in rare.run.histograms] == [1, 2, 3, 6, 9]
 
 
 @pytest.fixture
@@ -228,7 +251,7 @@ def test_each_optimizer_of_a_gan_is_logged_into_its_own_folder(gan, tmp_path):
         LossScaleLogger(tmp_path / name, 10, optimizer=used) for name, used in optimizers.items()
     ]
     fit_gan(gan, callbacks)
-    assert [steps_of(callback) for callback in callbacks] == [[1, 10]] * 2
+    assert [steps_of(callback) for callback in callbacks] == [[1, 2, 4, 8, 10]] * 2
     shared = [
         LossScaleLogger(tmp_path / "one", optimizer=optimizer) for optimizer in optimizers.values()
     ]
@@ -308,7 +331,7 @@ def test_model_that_was_not_compiled_under_enable_has_records_if_it_is_wrapped(t
     callbacks = without_replays()
     history = fit(compiled_model(kmp.wrap("sgd"), run_eagerly=True), callbacks, batches=2)
     assert history["loss_scale"] == [1.0]
-    assert [sample.step for sample in callbacks[0].run.samples] == [1]
+    assert [sample.step for sample in callbacks[0].run.samples] == [1, 2]
 
 
 def test_report_over_a_file_of_the_user_is_an_error_before_the_training(tmp_path):
@@ -381,10 +404,10 @@ def test_records_are_in_order_after_a_skipped_first_step():
     run = callbacks[0].run
     steps = [row["step"] for row in run.rows if "metrics" not in row]
     # The first sample is not finite, so the next step is sampled too.
-    assert steps == [1, 2, 5, 10]
+    assert steps == [1, 2, 4, 5, 10]
     assert [bool(np.isnan(sample.update_norm).all()) for sample in run.samples] == [
         True,
-        *[False] * 3,
+        *[False] * 4,
     ]
 
 

@@ -10,7 +10,7 @@ from models import Cube, OwnStep
 
 import kmp
 from kmp.backend.keras_internals import is_passthrough, sublayers
-from kmp.callbacks import LossScaleLogger, Monitor, StuckError, defaults
+from kmp.callbacks import LossScaleLogger, Monitor, StuckError, defaults, recorder
 from kmp.diagnosis.soundness import is_harmful
 from kmp.replay import replay_batch
 
@@ -331,7 +331,7 @@ def test_model_that_computes_outside_its_layers_is_repaired_if_loss_or_thrice_gr
         assert {layer.compute_dtype for layer in sublayers(model)} == {"float32"}
 
 
-def test_comparisons_that_may_prove_a_cure_do_not_wait_for_the_next_record():
+def test_comparisons_that_may_prove_a_cure_do_not_wait_for_the_next_record(monkeypatch):
     class Weighted(keras.layers.Layer):
         """Adds a loss whose weight is 0 in float16."""
 
@@ -346,7 +346,9 @@ def test_comparisons_that_may_prove_a_cure_do_not_wait_for_the_next_record():
         x = Weighted(name="weighted")([layers.Dense(4, name="main")(inputs), other])
         model = keras.Model(inputs, layers.Dense(1, dtype="float32", name="head")(x))
         model.compile(keras.optimizers.SGD(1e-3), "mse", loss_weights=[1e-4])
-    callbacks = defaults()  # which records the first and the last of the 64 steps
+    # Of the 64 steps, the first and the last are recorded: the records are too large for others.
+    monkeypatch.setattr(recorder, "BUDGET", 1)
+    callbacks = defaults()
     x = np.tile(INPUTS, (8, 1))
     with pytest.warns(UserWarning, match="At step 33 kmp set the layer 'weighted'"):
         model.fit(x, x[:, :1], batch_size=8, verbose=0, callbacks=callbacks)

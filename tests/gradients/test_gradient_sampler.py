@@ -52,9 +52,9 @@ def test_callback_samples_only_its_own_variables_at_its_own_steps(enabled):
         "kernel"
     }
     assert {name.rpartition("/")[2] for sample in biases.run.samples for name in sample} == {"bias"}
-    assert [sample.histogram.total for sample in biases.run.samples] == [10] * 5
-    assert [sample.step for sample in biases.run.samples] == [1, 4, 8, 12, 16]
-    assert [sample.step for sample in kernels.run.samples] == [1, 8, 16]
+    assert [sample.histogram.total for sample in biases.run.samples] == [10] * 6
+    assert [sample.step for sample in biases.run.samples] == [1, 2, 4, 8, 12, 16]
+    assert [sample.step for sample in kernels.run.samples] == [1, 2, 4, 8, 16]
 
 
 def test_unmatched_pattern_raises_before_the_optimizer_changes_and_does_not_affect_the_next_fit(
