@@ -20,6 +20,9 @@ class Counts(NamedTuple):
             over nothing is NaN. The other counts of skipped steps are without these.
         origin_number: The number, from 1, of the variable where the last overflow started; 0
             before the first one.
+        nonfinite_since: The first of the last consecutive skipped steps that no loss scale
+            prevents: those with a non-finite loss or, if the loss is not scaled, with non-finite
+            gradients. 0 before the first one.
     """
 
     step: Any
@@ -30,6 +33,7 @@ class Counts(NamedTuple):
     nonfinite_losses_in_a_row: Any
     overflows_at_min_scale: Any
     origin_number: Any
+    nonfinite_since: Any
 
 
 COUNT_INDEX = {name: index for index, name in enumerate(Counts.__annotations__)}
@@ -92,7 +96,7 @@ class Counters(NamedState):
     They are int64 because TensorFlow keeps int32 variables on the CPU.
 
     Attributes:
-        counts: int64 variable of shape `(8,)`, the fields of `Counts`: one variable is read and
+        counts: int64 variable of shape `(9,)`, the fields of `Counts`: one variable is read and
             written by one operation, several by one each.
         loss_values: float32 variable of shape `(2,)`: the last loss, and the largest magnitude of a
             finite one.
@@ -129,6 +133,8 @@ class Counters(NamedState):
         is_at_min_scale: Any,
         flags: tf.Tensor,
         order: Sequence[int],
+        *,
+        scales_loss: bool,
     ) -> None:
         """Counts a step.
 
@@ -140,12 +146,15 @@ class Counters(NamedState):
                 minimum.
             flags: Bool of shape `(variables,)`, whether each variable's gradient is non-finite.
             order: The indices of the variables, from the input to the loss.
+            scales_loss: Whether the rule scales the loss.
         """
         counts = _after_applied_step(self.counts.value)
         if overflowed is not False:
             had_rows = ops.cast(losses.had_rows, "int64")
-            is_origin = _is_origin(ops.logical_and(flags, losses.were_finite), order)
-            skipped = tf.stack(_after_skipped_step(before, losses, is_at_min_scale, is_origin))
+            is_origin, nearest = _is_origin(ops.logical_and(flags, losses.were_finite), order)
+            skipped = _after_skipped_step(
+                self.counts.value, before, losses, is_at_min_scale, nearest, order, scales_loss
+            )
             counts = skipped if overflowed is True else ops.where(overflowed, skipped, counts)
             overflows = had_rows * ops.cast(flags, "int64")
             self.by_variable.assign_add(tf.stack([overflows, is_origin]))
@@ -177,41 +186,69 @@ class Counters(NamedState):
 
 
 def _after_applied_step(counts: tf.Tensor) -> tf.Tensor:
-    kept = np.array([name not in _IN_A_ROW for name in COUNT_INDEX], np.int64)
-    added = np.array([name == "step" for name in COUNT_INDEX], np.int64)
-    return counts * kept + added
+    return counts * (1 - _mask(*_IN_A_ROW)) + _mask("step")
 
 
 def _after_skipped_step(
-    before: Counts, losses: StepLosses, is_at_min_scale: Any, is_origin: tf.Tensor
-) -> Counts:
+    counts: tf.Tensor,
+    before: Counts,
+    losses: StepLosses,
+    is_at_min_scale: Any,
+    nearest: tf.Tensor,
+    order: Sequence[int],
+    scales_loss: bool,
+) -> tf.Tensor:
+    """Returns the counts after a step that was skipped.
+
+    From masks, because XLA on a CPU computes a stack of more than eight numbers in a kernel for
+    each of them.
+
+    Args:
+        counts: The counts before it, together.
+        before: The same, one by one.
+        losses: As in `Counters.count`.
+        is_at_min_scale: As there.
+        nearest: The position of the overflow origin in `order`, from 1; 0 if there is none.
+        order: As there.
+        scales_loss: As there.
+    """
     overflow = ops.cast(losses.had_rows, "int64")
     is_nonfinite = ops.logical_and(losses.had_rows, losses.nonfinite > 0)
     nonfinite_loss = ops.cast(is_nonfinite, "int64")
-    number = ops.sum(is_origin * np.arange(1, is_origin.shape[0] + 1))
-    return Counts(
-        step=before.step + 1,
-        skipped_or_empty=before.skipped_or_empty + 1,
-        overflow_count=before.overflow_count + overflow,
-        overflows_in_a_row=before.overflows_in_a_row + overflow,
-        nonfinite_loss_count=before.nonfinite_loss_count + nonfinite_loss,
-        nonfinite_losses_in_a_row=before.nonfinite_losses_in_a_row + nonfinite_loss,
-        overflows_at_min_scale=before.overflows_at_min_scale + ops.cast(is_at_min_scale, "int64"),
-        origin_number=ops.where(losses.were_finite, number, before.origin_number),
+    counts = (
+        counts
+        + _mask("step", "skipped_or_empty")
+        + overflow * _mask("overflow_count", "overflows_in_a_row")
+        + nonfinite_loss * _mask("nonfinite_loss_count", "nonfinite_losses_in_a_row")
+        + ops.cast(is_at_min_scale, "int64") * _mask("overflows_at_min_scale")
     )
+    number = tf.gather(np.array([0, *(index + 1 for index in order)]), nearest)
+    has_origin = ops.logical_and(losses.were_finite, _mask("origin_number") > 0)
+    counts = ops.where(has_origin, number, counts)
+    # At a scale of 1, the loss scale is no reason for an overflow of gradients either.
+    in_a_row = before.nonfinite_losses_in_a_row if scales_loss else before.overflows_in_a_row
+    is_unprevented = is_nonfinite if scales_loss else losses.had_rows
+    is_first = ops.logical_and(is_unprevented, ops.equal(in_a_row, 0))
+    begins = ops.logical_and(is_first, _mask("nonfinite_since") > 0)
+    return ops.where(begins, before.step + 1, counts)
 
 
-def _is_origin(flags: tf.Tensor, order: Sequence[int]) -> tf.Tensor:
+def _mask(*names: str) -> np.ndarray:
+    return np.array([name in names for name in COUNT_INDEX], np.int64)
+
+
+def _is_origin(flags: tf.Tensor, order: Sequence[int]) -> tuple[tf.Tensor, tf.Tensor]:
     """Returns int64 of shape `(variables,)`: 1 for the origin of an overflow, else 0.
 
-    The backward pass spreads an overflow to every variable before its origin, so the origin is the
-    flagged variable that is nearest to the loss. After a non-finite loss, which flags all, there is
-    none: the `flags` are false then.
+    And its position in `order`, from 1; 0 if there is none. The backward pass spreads an overflow
+    to every variable before its origin, so the origin is the flagged variable that is nearest to
+    the loss. After a non-finite loss, which flags all, there is none: the `flags` are false then.
     """
     ranks = np.argsort(order) + 1
     flagged = ops.cast(flags, "int64") * ranks
-    is_nearest = ops.equal(flagged, ops.max(flagged))
-    return ops.cast(ops.logical_and(flagged > 0, is_nearest), "int64")
+    nearest = ops.max(flagged)
+    is_nearest = ops.equal(flagged, nearest)
+    return ops.cast(ops.logical_and(flagged > 0, is_nearest), "int64"), nearest
 
 
 def _nonzero(paths: Sequence[str], counts: Sequence[int]) -> dict[str, int]:

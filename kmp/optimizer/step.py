@@ -206,5 +206,11 @@ def _adapt_and_count(
     backs_off = rule.backs_off(before, outcome, xp=ops)
     is_at_min_scale = ops.logical_and(backs_off, agreed.scale <= rule.min_scale)
     state.counters.count(
-        counts, overflowed, agreed.losses, is_at_min_scale, agreed.flags > 0, order
+        counts,
+        overflowed,
+        agreed.losses,
+        is_at_min_scale,
+        agreed.flags > 0,
+        order,
+        scales_loss=rule.scales_loss,
     )
