@@ -19,6 +19,7 @@ from kmp.guarding.model_optimizers import all_optimizers_of
 from kmp.optimizer import LossScaleOptimizer
 from kmp.records import Snapshot
 from kmp.records.jsonl import check_record
+from kmp.records.replay import NonfinitePart
 from kmp.replay import (
     BatchCapture,
     CapturedBatch,
@@ -29,6 +30,7 @@ from kmp.replay import (
     TrainStep,
     failing_part,
     loop_step,
+    nonfinite_part,
     reason_of,
     replay_batch,
 )
@@ -232,6 +234,14 @@ class BatchReplayer:
         self._stuck_replays += 1
         failed: Failure = "loss" if snapshot.nonfinite_losses_in_a_row else "gradients"
         return self._replay(captured, variables, snapshot, captured.loss_scale, failed)
+
+    def nonfinite_part(self, step: int) -> NonfinitePart | None:
+        """Returns what is not finite in the batch of a skipped step, if it is the captured one."""
+        captured = self._capture.read()
+        if captured is None or captured.step != step:
+            return None
+        data = captured.without_gradients().data if captured.is_of_loop else captured.data
+        return nonfinite_part(self._model, data if isinstance(data, tuple) else (data,))
 
     def replay_again(
         self, snapshot: Snapshot, variables: Mapping[str, Any], loss_scale: float

@@ -13,7 +13,8 @@ def defaults(
     variables: str | list[str] | None = None,
     replay: bool = True,
     repair: bool = True,
-    on_stuck: str = "raise",
+    on_nonfinite: str = "skip",
+    patience: int = 100,
     report: PathLike | None = None,
 ) -> list[keras.callbacks.Callback]:
     """Returns the recommended callbacks for a run: a `Monitor`.
@@ -28,7 +29,8 @@ def defaults(
         variables: As in `Monitor`.
         replay: As in `Monitor`.
         repair: As in `Monitor`.
-        on_stuck: As in `Monitor`.
+        on_nonfinite: As in `Monitor`.
+        patience: As in `Monitor`.
         report: As in `Monitor`.
 
     Raises:
@@ -45,7 +47,8 @@ def defaults(
         variables=variables,
         replay=replay,
         repair=repair,
-        on_stuck=on_stuck,
+        on_nonfinite=on_nonfinite,
+        patience=patience,
         report=report,
     )
     return [monitor]

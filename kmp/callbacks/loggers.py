@@ -14,7 +14,7 @@ class _Logger(Monitor):
         every_n_steps: int = 250,
         optimizer: LossScaleOptimizer | None = None,
     ) -> None:
-        super().__init__(log_dir, every_n_steps, optimizer, replay=False, on_stuck="ignore")
+        super().__init__(log_dir, every_n_steps, optimizer, replay=False, on_nonfinite="ignore")
 
 
 class LossScaleLogger(_Logger):
@@ -98,5 +98,5 @@ class GradientHistogram(Monitor):
             optimizer,
             variables=variables,
             replay=False,
-            on_stuck="ignore",
+            on_nonfinite="ignore",
         )

@@ -10,6 +10,7 @@ import keras
 
 from kmp.backend.keras_internals import compute_dtypes
 from kmp.callbacks.monitor_settings import MonitorSettings
+from kmp.callbacks.nonfinite_steps import ON_NONFINITE
 from kmp.callbacks.stuck_detector import StuckError
 from kmp.callbacks.training import Training
 from kmp.callbacks.training_records import RECORDED, Logs, PathLike
@@ -67,15 +68,15 @@ class Monitor(keras.callbacks.Callback):
     that is sound, the step is traced again and the training continues; otherwise everything is as
     before. Variables, optimizer and counters stay. A loss scale that the overflows have lowered
     returns to the initial one, or to what the batch then allows. A warning says which layers, why,
-    at which step, and which change makes it permanent. The layers of a functional or Sequential
-    model keep their policy in each file that is saved, and so do layers that a custom class creates
-    with a `dtype` of their own. A training that resumes in a new process and continues the log in
-    `log_dir` sets the layers before its first step.
+    at which step, and which change makes it permanent. Saved files keep the policy, and a training
+    that continues the log in `log_dir` sets the layers before its first step.
 
-    **A stuck training** is one with `patience` consecutive skipped steps, or a step that overflows
-    while the loss scale is at `min_scale`; with `steps_per_execution`, at the end of an execution.
-    The message names the cause, the loss, the loss scale, the origin of the overflow and what to
-    try. The model keeps the weights from before the skipped steps.
+    **NaN and Inf.** No loss scale prevents a loss that is NaN or Inf or, where the scale is fixed
+    at 1, such gradients. Their step is skipped, and `on_nonfinite` decides what follows: at once
+    where Keras' `logs` show it, else at the next check. A training is stuck after `patience`
+    skipped steps in a row, or if a step overflows at the `min_scale`; with `steps_per_execution`,
+    at the end of an execution. The error names the cause, the overflow origin and what to try. The
+    model keeps the weights from before the skipped steps.
 
     **bfloat16 and float32** models are watched too. They have no loss scale to log: `loss_scale` is
     1. bfloat16 is compared and repaired as float16 is. Of a model in float32, only batches of
@@ -98,8 +99,11 @@ class Monitor(keras.callbacks.Callback):
             as in a shell, such as `"*/kernel"`, or a list of these. Defaults to all.
         replay: Whether to replay batches to find what 16 bits lose, and where NaN begins.
         repair: Whether to repair the training by layers in float32. Needs `replay`.
-        on_stuck: What to do if the training is stuck: `"raise"` a `kmp.callbacks.StuckError`,
-            `"warn"` once for each streak of skipped steps, or `"ignore"`.
+        on_nonfinite: What to do if a step is skipped that no loss scale saves. `"skip"` warns once
+            per streak of skipped steps, and raises a `kmp.callbacks.StuckError` if the training is
+            stuck. `"raise"` raises it at the first such step. `"lower_learning_rate"` is `"skip"`,
+            and halves the learning rate once per streak. `"warn"` is `"skip"`, with a warning in
+            place of the error. `"ignore"` does neither.
         patience: Integer, at least 1: the consecutive skipped steps of a stuck training.
         report: An `.html` file: the report of `kmp report`, written at the end of training, and at
             epoch ends as long as that takes at most a twentieth of the time. A failure to write it
@@ -108,10 +112,11 @@ class Monitor(keras.callbacks.Callback):
     Raises:
         TypeError: If an argument has the wrong type.
         ValueError: If an argument is outside its range; in `on_train_begin`, if a float16 model has
-            no `kmp.LossScaleOptimizer`, or if a pattern matches no variable.
+            no `kmp.LossScaleOptimizer`, if a pattern matches no variable, or if a schedule sets the
+            learning rate that is to be lowered.
         OSError: In `on_train_begin`, if `log_dir` or `report` cannot be written, or if the file
             `report` exists and is not a report of kmp.
-        StuckError: During training, if it is stuck.
+        StuckError: During training, as `on_nonfinite` says.
 
     Example:
     >>> import keras, kmp, numpy as np
@@ -136,7 +141,7 @@ class Monitor(keras.callbacks.Callback):
         variables: str | list[str] | None = None,
         replay: bool = True,
         repair: bool = True,
-        on_stuck: str = "raise",
+        on_nonfinite: str = "skip",
         patience: int = 100,
         report: PathLike | None = None,
     ) -> None:
@@ -150,7 +155,7 @@ class Monitor(keras.callbacks.Callback):
         self.variables = validation.patterns("variables", variables)
         self.replay = validation.boolean("replay", replay)
         self.repair = validation.boolean("repair", repair) and self.replay
-        self.on_stuck = validation.one_of("on_stuck", on_stuck, ("raise", "warn", "ignore"))
+        self.on_nonfinite = validation.one_of("on_nonfinite", on_nonfinite, ON_NONFINITE)
         self.patience = validation.positive_integer("patience", patience)
         self.report = None
         if report is not None:
@@ -214,7 +219,7 @@ class Monitor(keras.callbacks.Callback):
         if not training.recorder.has_trained:
             training.recorder.selected_variables()  # the first step may have built them
         with self._only_watching():
-            training.end_batch()
+            training.end_batch(logs)
         self._add_to(logs)
 
     def on_epoch_end(self, epoch: int, logs: Logs = None) -> None:
@@ -238,7 +243,7 @@ class Monitor(keras.callbacks.Callback):
             variables=self.variables,
             replay=self.replay,
             repair=self.repair,
-            on_stuck=self.on_stuck,
+            on_nonfinite=self.on_nonfinite,
             patience=self.patience,
             report=self.report,
         )

@@ -21,6 +21,6 @@ class MonitorSettings:
     variables: tuple[str, ...] | None
     replay: bool
     repair: bool
-    on_stuck: str
+    on_nonfinite: str
     patience: int
     report: Path | None

@@ -11,13 +11,12 @@ from kmp.advice.missing_replays import how_to_find_layer
 from kmp.diagnosis import RunMetrics
 from kmp.optimizer import LossScaleOptimizer
 from kmp.records import Run, Snapshot
-from kmp.utils import user_messages
 
 _CHECKED_AT_LOW_SCALE = 8  # batches
 
 
 class StuckError(RuntimeError):
-    """Raised by `kmp.callbacks.Monitor` if a training makes no progress. Names the cause.
+    """Raised by `kmp.callbacks.Monitor` if a training only skips steps. Names the cause.
 
     The model keeps the weights from before the skipped steps: catch the error to save it.
 
@@ -34,7 +33,6 @@ class StuckDetector:
     """Detects that the optimizer keeps skipping steps.
 
     Args:
-        model: The model in training.
         optimizer: The optimizer to read.
         patience: The consecutive skipped steps after which a training is stuck. It also is if a
             step overflows while the loss scale is at its minimum.
@@ -44,8 +42,8 @@ class StuckDetector:
         repaired_at: The step of the last repair: it begins a new streak.
     """
 
-    def __init__(self, model: keras.Model, optimizer: LossScaleOptimizer, patience: int) -> None:
-        self._model, self._optimizer, self._patience = model, optimizer, patience
+    def __init__(self, optimizer: LossScaleOptimizer, patience: int) -> None:
+        self._optimizer, self._patience = optimizer, patience
 
     def start(self, snapshot: Snapshot) -> None:
         """Begins a training after a snapshot."""
@@ -86,15 +84,6 @@ class StuckDetector:
             to_minimum = max(to_minimum, _CHECKED_AT_LOW_SCALE)
         return max(1, int(min(to_patience, to_minimum)))
 
-    def message(self, streak: "Streak", run: Run) -> str:
-        """Returns what the training is stuck in, the cause and what to try."""
-        problems = advise(run).problems
-        cause = problems[0] if problems else _counts_alone(streak.now, run)
-        text = f"{streak.describe(run.has_loss_scale)}\nCause: {cause}"
-        if streak.now.overflows_in_a_row:  # else a later step has changed the weights
-            text += f"\n{_weights_of(self._model)}"
-        return text
-
 
 class Streak:
     """Skipped steps in which a training is stuck."""
@@ -121,12 +110,14 @@ class Streak:
         return text
 
 
-def report(message: str, on_stuck: str) -> None:
-    """Raises a `StuckError`, warns, or ignores that a training is stuck."""
-    if on_stuck == "raise":
-        raise StuckError(message)
-    if on_stuck == "warn":
-        user_messages.warn(message)
+def explained(headline: str, model: keras.Model, now: Snapshot, run: Run) -> str:
+    """Returns why steps are skipped: a headline, the cause, what to try, and the weights."""
+    problems = advise(run).problems
+    cause = problems[0] if problems else _counts_alone(now, run)
+    text = f"{headline}\nCause: {cause}"
+    if now.overflows_in_a_row:  # else a later step has changed the weights
+        text += f"\n{_weights_of(model)}"
+    return text
 
 
 def _counts_alone(now: Snapshot, run: Run) -> str:

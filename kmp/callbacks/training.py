@@ -6,19 +6,21 @@ from typing import Any
 import keras
 
 from kmp.backend import distribution
-from kmp.callbacks import stuck_detector
+from kmp.callbacks import nonfinite_steps
 from kmp.callbacks.batch_replayer import BatchReplayer
 from kmp.callbacks.monitor_settings import MonitorSettings
+from kmp.callbacks.nonfinite_steps import NonfiniteSteps, NonfiniteStreak
 from kmp.callbacks.recorder import Recorder
 from kmp.callbacks.repairer import Repairer
 from kmp.callbacks.report_writer import ReportWriter
-from kmp.callbacks.stuck_detector import Streak, StuckDetector
+from kmp.callbacks.stuck_detector import Streak, StuckDetector, StuckError, explained
 from kmp.callbacks.training_records import Logs, Row
 from kmp.guarding.guarded_step import guard_train_step
 from kmp.optimizer import LossScaleOptimizer
-from kmp.records import Run
+from kmp.records import Run, Snapshot
+from kmp.utils import user_messages
 
-_CHECKED_EVERY = 32  # batches; each check copies 64 bytes from the device
+_CHECKED_EVERY = 32  # batches; each check copies 72 bytes from the device
 # Skipped steps in a row, or since the last check, after which a repair looks for a cause.
 _STREAK = 4
 
@@ -62,6 +64,8 @@ class Training:
         self._replayer: BatchReplayer | None = earlier if is_valid else None
         self._repairer: Repairer | None = None
         self._detector: StuckDetector | None = None
+        self._nonfinite: NonfiniteSteps | None = None
+        self._before_nonfinite = before._nonfinite if before else None
         self._report: ReportWriter | None = None
         self.first_epoch = 0
         # The last epoch, until its metrics are recorded.
@@ -71,10 +75,12 @@ class Training:
         """Adds to the training step what the parts need. Returns whether to trace it again.
 
         Raises:
-            ValueError: If a pattern of variables matches none.
+            ValueError: If a pattern of variables matches none, or no learning rate can be lowered.
             OSError: If a file cannot be written.
         """
         settings, model = self._settings, self._model
+        if settings.on_nonfinite == nonfinite_steps.LOWER:
+            nonfinite_steps.check_learning_rate(self._optimizer)
         is_of_model = self._optimizer is model.optimizer
         has_one_replica = model.distribute_strategy.num_replicas_in_sync == 1
         is_new = self.recorder.prepare()
@@ -86,8 +92,8 @@ class Training:
                 is_new |= self._replayer.is_new
             if settings.repair:
                 self._repairer = Repairer(model, self._optimizer, self.recorder, self._replayer)
-        if self._repairer or settings.on_stuck != "ignore":
-            self._detector = StuckDetector(model, self._optimizer, settings.patience)
+        if self._repairer or settings.on_nonfinite != "ignore":
+            self._detector = StuckDetector(self._optimizer, settings.patience)
         is_chief = model.distribute_strategy.extended.should_checkpoint
         if settings.report is not None and is_chief:
             self._report = ReportWriter(settings.report, self.recorder.run, model.name)
@@ -101,13 +107,17 @@ class Training:
         self.recorder.start()
         self._batches_until_check = 1
         self._counts = self._optimizer.counters.read_counts()
+        continues = self._before_ended_at == self.recorder.previous.step
+        if self._settings.on_nonfinite != "ignore":
+            before = self._before_nonfinite if continues else None
+            self._nonfinite = NonfiniteSteps(self._model, self._optimizer, before)
+            self._nonfinite.start(self._counts)
         if self._detector:
             self._detector.start(self.recorder.previous)
         if self._repairer:
             self._repairer.start()
         if self._replayer:
             snapshot = self.recorder.previous
-            continues = self._before_ended_at == snapshot.step
             self._replayer.begin(snapshot, self._planned_steps(), continues=continues)
 
     def _planned_steps(self) -> int:
@@ -138,13 +148,15 @@ class Training:
         self._finish_epoch()
         self.recorder.begin_batch()
 
-    def end_batch(self) -> None:
+    def end_batch(self, logs: Logs) -> None:
         """Checks the optimizer if that is due."""
         self._finish_epoch()
         steps = self._model.steps_per_execution
         self.recorder.has_trained = True
         self.recorder.batches_left -= steps
         self._batches_until_check -= steps
+        if self._nonfinite and self._nonfinite.are_in(logs):
+            self._batches_until_check = 0
         if self._batches_until_check <= 0 or self.recorder.has_new_repairs:
             self._check()
         self.recorder.end_batch()
@@ -154,6 +166,8 @@ class Training:
         counts = self._optimizer.counters.read_counts()
         new = counts.overflow_count - self._counts.overflow_count
         self._counts = counts
+        if self._nonfinite:
+            self._follow_nonfinite(self._nonfinite.look(counts))
         has_streak = max(new, counts.overflows_in_a_row) >= _STREAK
         is_needed = bool(self._repairer) and (has_streak or counts.step >= self._next_proof)
         if is_epoch_end or self.recorder.batches_left <= 0 or is_needed:
@@ -173,6 +187,8 @@ class Training:
         batches = [self.recorder.batches_left]
         if self._detector:
             batches.append(self._detector.batches_until_stuck(counts))
+        if self._nonfinite:
+            batches.append(_CHECKED_EVERY)
         if self._repairer:
             # A longer streak is looked at again when it has doubled.
             batches.append(counts.overflows_in_a_row or (_STREAK if new else _CHECKED_EVERY))
@@ -203,34 +219,75 @@ class Training:
         if self._detector:
             self._detector.repaired_at = self.recorder.previous.step
 
+    def _follow_nonfinite(self, streak: NonfiniteStreak | None) -> None:
+        """Reports a streak of steps that no loss scale prevents, and does what was asked for."""
+        policy, patience = self._settings.on_nonfinite, self._settings.patience
+        if streak is None or self._nonfinite is None:
+            return
+        is_last = self._nonfinite.count == nonfinite_steps.MOST_WARNINGS
+        if self._nonfinite.count > nonfinite_steps.MOST_WARNINGS and policy in ("skip", "warn"):
+            return
+        origin = None if streak.is_loss else self._optimizer.snapshot().overflow_origin
+        data = nonfinite_steps.data_of_step(self._replayer, streak.first)
+        text = streak.describe(origin, data)
+        if policy == "raise":
+            self._replay_last_skipped()
+            raise StuckError(self._explained(text))
+        text += " The weights are unchanged."
+        if policy == nonfinite_steps.LOWER:
+            before, now = nonfinite_steps.lower_learning_rate(self._optimizer)
+            self._read(self._counts.step)
+            self.recorder.add({"lowered_learning_rate": now})
+            text += f" The learning rate is lowered from {before:g} to {now:g}."
+        elif is_last:
+            text += " Later ones are counted without a warning."
+        end = "a warning names" if policy == "warn" else "a StuckError ends the training and names"
+        user_messages.warn(f"{text} After {patience} skipped steps in a row, {end} the cause.")
+
     def _detect(self) -> None:
         assert self._detector is not None
         streak = self._detector.look()
         if streak is None or self._repair_stuck():
             return
         self._detector.mark_reported(streak)
-        if self._settings.on_stuck != "ignore":
-            self._report_stuck(self._detector, streak)
+        if self._settings.on_nonfinite != "ignore":
+            self._report_stuck(streak)
 
-    def _repair_stuck(self) -> bool:
-        """Repairs what the last batch of a stuck training shows. Returns whether it did."""
+    def _replay_last_skipped(self) -> None:
+        """Records the last batch that was skipped, replayed."""
         self._read(self._counts.step)
         if self._replayer:
             snapshot, variables = self.recorder.previous, self.recorder.selected_variables()
             self._add(self._replayer.replay_stuck(snapshot, variables))
+
+    def _repair_stuck(self) -> bool:
+        """Repairs what the last batch of a stuck training shows. Returns whether it did."""
+        self._replay_last_skipped()
         if self._repairer and self._repairer.repair():
             self._mark_repair()
             return True
         return False
 
-    def _report_stuck(self, detector: StuckDetector, streak: Streak) -> None:
-        """Completes the files, because `fit` calls no callback after an error, and reports."""
-        message = detector.message(streak, self.recorder.run)
+    def _report_stuck(self, streak: Streak) -> None:
+        """Warns that the training is stuck, or ends it."""
+        run = self.recorder.run
+        message = self._explained(streak.describe(run.has_loss_scale), streak.now)
+        if self._settings.on_nonfinite != "warn":
+            raise StuckError(message)
+        user_messages.warn(message)
+
+    def _explained(self, headline: str, now: Snapshot | None = None) -> str:
+        """Returns the cause of skipped steps, in files that are complete.
+
+        `fit` calls no callback after an error.
+        """
+        run = self.recorder.run
+        message = explained(headline, self._model, now or self.recorder.previous, run)
         self._finish_epoch()
         if self._report:
             self._report.write()
         self.recorder.write_verdict()
-        stuck_detector.report(message, self._settings.on_stuck)
+        return message
 
     def end_epoch(self, epoch: int, logs: Logs) -> None:
         """Reads the optimizer."""

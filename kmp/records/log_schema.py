@@ -226,6 +226,10 @@ class Record(TypedDict, total=False):
     replay_error: Annotated[Text, _is("why such a batch could not be replayed")]
     fallback: Annotated[Texts, _is("the paths of layers that compute in float32 since this step")]
     fallback_reason: Annotated[Text, _is("why")]
+    lowered_learning_rate: Annotated[
+        Number,
+        _is("what `Monitor` has lowered the learning rate to after this step, see `on_nonfinite`"),
+    ]
 
 
 def listed(schema: type) -> str:

@@ -1,6 +1,7 @@
 """Replays a batch that the training saw, to find what 16 bits lose."""
 
 from kmp.replay.batch_capture import MOST_EXAMPLES, BatchCapture, CapturedBatch, is_ragged
+from kmp.replay.batch_checks import nonfinite_part
 from kmp.replay.batch_replay import Failure, StepContext, failing_part, replay_batch
 from kmp.replay.eager_pass import Passes, PassResult, TrainStep
 from kmp.replay.failure_reasons import reason_of
@@ -27,6 +28,7 @@ __all__ = [
     "find_float32_layers",
     "is_ragged",
     "loop_step",
+    "nonfinite_part",
     "other_format_of",
     "reason_of",
     "replay_batch",

@@ -30,10 +30,8 @@ def check_batch(passes: Passes) -> BatchCheck:
     """Returns what is wrong with inputs and weights, before any training step."""
     batch, states = passes.batch, _states_in_16_bits(passes)
     largest_input, key = _largest_input(batch[0])
-    number_format = computing_format(compute_dtypes(passes.model))
-    largest = FLOAT16.max if number_format is FLOAT16 else FLOAT32.max
     return BatchCheck(
-        nonfinite=_nonfinite_part(batch, largest),
+        nonfinite=nonfinite_part(passes.model, batch),
         has_sample_weight=len(batch) > 2 and batch[2] is not None,
         nonfinite_variables=_nonfinite_variables(passes.variables)[:_MOST_NAMED],
         lost_weights=lost_weights(passes.model),
@@ -78,8 +76,10 @@ def _nonfinite_variables(variables: Mapping[str, Any]) -> list[str]:
     return [path for path, each in variables.items() if not np.isfinite(each).all()]
 
 
-def _nonfinite_part(batch: Sequence[Any], largest_input: float) -> NonfinitePart | None:
-    """Returns the part of a batch with NaN or Inf, or with inputs beyond the largest one."""
+def nonfinite_part(model: keras.Model, batch: Sequence[Any]) -> NonfinitePart | None:
+    """Returns the part of a batch with NaN or Inf, or with inputs that overflow float16 there."""
+    number_format = computing_format(compute_dtypes(model))
+    largest_input = FLOAT16.max if number_format is FLOAT16 else FLOAT32.max
     for name, part in zip(BATCH_PARTS, batch, strict=False):
         largest = largest_input if name == BATCH_X else FLOAT32.max
         for key, tensors in _by_key(part):

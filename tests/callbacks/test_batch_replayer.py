@@ -44,7 +44,7 @@ def train(model, callbacks, x=12.0, epochs=1):
 
 
 def test_skipped_steps_are_replayed_and_logged(tmp_path):
-    callbacks = defaults(tmp_path, every_n_steps=2, on_stuck="ignore")
+    callbacks = defaults(tmp_path, every_n_steps=2, on_nonfinite="ignore")
     train(overflowing_model(optimizer="adam"), callbacks)  # SGD would diverge
     for run in (callbacks[0].run, kmp.load_run(tmp_path)):
         step, replay = run.replays[-1]
@@ -60,7 +60,7 @@ def test_examples_of_a_large_batch_that_made_the_step_fail_are_replayed():
     x[70] = 12.0  # only its cube is beyond float16's maximum
     model, callbacks = (
         overflowing_model(run_eagerly=True),
-        defaults(every_n_steps=1, on_stuck="ignore"),
+        defaults(every_n_steps=1, on_nonfinite="ignore"),
     )
     model.fit(
         x,
@@ -85,7 +85,7 @@ def test_invalid_labels_in_a_large_batch_are_found():
     )
     y = np.zeros(64)
     y[50] = -1.0
-    callbacks = defaults(every_n_steps=1, on_stuck="ignore")
+    callbacks = defaults(every_n_steps=1, on_nonfinite="ignore")
     model.fit(np.ones((64, 4)), y, batch_size=64, epochs=2, verbose=0, callbacks=callbacks)
     assert [finding.cause for finding in kmp.advise(callbacks[0].run).problems] == ["targets"]
 
@@ -233,7 +233,7 @@ def test_own_training_step_is_replayed_or_where_it_runs_eagerly_its_forward_pass
 ):
     model, callbacks = (
         own_model(1e9, run_eagerly=run_eagerly),
-        defaults(tmp_path, every_n_steps=2, on_stuck="ignore"),
+        defaults(tmp_path, every_n_steps=2, on_nonfinite="ignore"),
     )
     before, cube = values(model.variables), f"{model.name}/cube"
     train(model, callbacks, x=12.0)
@@ -307,7 +307,7 @@ def test_nan_in_an_own_training_step_is_found_in_the_loss_or_the_batch(
 ):
     model, callbacks = (
         own_model(divisor, run_eagerly=run_eagerly),
-        defaults(every_n_steps=1, on_stuck="ignore"),
+        defaults(every_n_steps=1, on_nonfinite="ignore"),
     )
     y = np.ones((32, 1), "float32")
     y[5] = target
@@ -321,7 +321,7 @@ def test_replay_that_fails_does_not_stop_the_training_which_warns_once():
             assert not hasattr(x, "numpy"), "not eagerly"
             return x * x * x
 
-    callbacks = defaults(every_n_steps=2, on_stuck="ignore")
+    callbacks = defaults(every_n_steps=2, on_nonfinite="ignore")
     model = sequential(OnlyInGraphs(), layers.Dense(1), jit_compile=False)
     with pytest.warns(UserWarning, match="AssertionError in OnlyInGraphs: not eagerly") as warned:
         train(model, callbacks, x=100.0)
@@ -359,16 +359,16 @@ def test_zeros_are_replayed_at_the_end_with_each_optimizer():
 
 def test_overflows_of_an_earlier_training_are_not_replayed():
     model = overflowing_model(run_eagerly=True)
-    train(model, defaults(every_n_steps=2, on_stuck="ignore"), epochs=2)
+    train(model, defaults(every_n_steps=2, on_nonfinite="ignore"), epochs=2)
     assert model.optimizer.snapshot().overflow_count == 8
-    callbacks = defaults(every_n_steps=2, on_stuck="ignore")
+    callbacks = defaults(every_n_steps=2, on_nonfinite="ignore")
     train(model, callbacks, x=0.01)
     assert [(step, found.is_finite) for step, found in callbacks[0].run.replays] == [
         (9, True),
         (10, True),
         (12, True),
     ]
-    callbacks = defaults(every_n_steps=2, on_stuck="ignore")
+    callbacks = defaults(every_n_steps=2, on_nonfinite="ignore")
     train(model, callbacks, epochs=2)  # 8 overflows: as many as before, in a training of their own
     step, found = callbacks[0].run.replays[0]
     assert (step, found.is_finite) == (13, False)
@@ -380,7 +380,7 @@ def test_targets_that_are_not_finite_or_rounded_do_no_harm(tmp_path, y):
     model = sequential(Cube(), head, loss="binary_crossentropy", run_eagerly=True)
     targets = np.ones((16, 1), "float32")
     targets[3] = y
-    callbacks = defaults(tmp_path, every_n_steps=1, on_stuck="ignore")
+    callbacks = defaults(tmp_path, every_n_steps=1, on_nonfinite="ignore")
     model.fit(np.ones((16, 4)), targets, batch_size=8, epochs=2, verbose=0, callbacks=callbacks)
     run = kmp.load_run(tmp_path)
     assert run.last("replay_error") is None
@@ -477,7 +477,7 @@ def test_training_with_replays_is_bitwise_identical_whatever_the_step_changes(
         tf.random.set_global_generator(tf.random.Generator.from_seed(3))
         parts = layers.Dense(4), *hidden(), layers.Dense(1, dtype="float32")
         model = sequential(*parts, loss=loss(), metrics=["mae"], **MODES[mode])
-        callbacks = defaults(every_n_steps=4, on_stuck="ignore", replay=has_replays)
+        callbacks = defaults(every_n_steps=4, on_nonfinite="ignore", replay=has_replays)
         expects = pytest.warns(UserWarning, match=error) if error and has_replays else nullcontext()
         with expects:
             history = model.fit(
@@ -498,7 +498,7 @@ def test_replay_of_a_model_with_a_policy_map_leaves_its_config():
     mapped = [layers.Dense(4, dtype=policies, name=name) for name in ("dense_a", "dense_b")]
     model = sequential(*mapped, layers.Dense(1, dtype="float32"), run_eagerly=True)
     before = [layer.get_config() for layer in mapped]
-    callbacks = defaults(every_n_steps=2, on_stuck="ignore")
+    callbacks = defaults(every_n_steps=2, on_nonfinite="ignore")
     train(model, callbacks, x=np.inf)
     assert callbacks[0].run.replays
     assert [layer.get_config() for layer in mapped] == before
@@ -507,7 +507,7 @@ def test_replay_of_a_model_with_a_policy_map_leaves_its_config():
 
 def test_replay_that_takes_too_long_ends_and_the_last_one_has_fewer_examples(monkeypatch):
     monkeypatch.setattr(replay_time, "_MOST_SECONDS", 0.0)
-    callbacks = defaults(every_n_steps=1, on_stuck="ignore")
+    callbacks = defaults(every_n_steps=1, on_nonfinite="ignore")
     fit(compiled_model(run_eagerly=True), callbacks, batches=4)
     errors = [row["replay_error"] for row in callbacks[0].run.rows if "replay_error" in row]
     assert errors[:2] == [

@@ -60,7 +60,7 @@ class Loop:
         step = self.step
         if mode != "eager":
             step = tf.function(step, autograph=False, jit_compile=mode == "XLA")
-        options = {"repair": False, "on_stuck": "ignore", "every_n_steps": 2} | options
+        options = {"repair": False, "on_nonfinite": "ignore", "every_n_steps": 2} | options
         own = kmp.callbacks.defaults(**options) if callbacks is None else callbacks
         every = keras.callbacks.CallbackList(own, model=self.model)
         every.on_train_begin()

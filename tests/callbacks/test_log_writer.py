@@ -468,7 +468,7 @@ def test_overflow_counts_by_variable_are_recorded_when_they_change(tmp_path):
     optimizer = kmp.LossScaleOptimizer("sgd", initial_scale=2.0**28, growth_interval=2)
     fit(
         compiled_model(optimizer),
-        without_replays(tmp_path, every_n_steps=1, on_stuck="ignore"),
+        without_replays(tmp_path, every_n_steps=1, on_nonfinite="ignore"),
         batches=20,
     )
     rows = [row for row in kmp.load_run(tmp_path).rows if "overflow_count" in row]

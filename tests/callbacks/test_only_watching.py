@@ -43,13 +43,13 @@ def test_warning_of_another_package_that_is_an_error_does_not_end_the_training()
                 y,
                 batch_size=8,
                 verbose=0,
-                callbacks=[Monitor(replay=False, patience=5, on_stuck="warn")],
+                callbacks=[Monitor(replay=False, patience=5, on_nonfinite="warn")],
             )
 
 
 def test_training_that_stays_stuck_is_not_recorded_in_each_batch():
     x, y = small_data(200)
     model = compiled_model()
-    monitor = Monitor(every_n_steps=50, patience=10, on_stuck="ignore")
+    monitor = Monitor(every_n_steps=50, patience=10, on_nonfinite="ignore")
     model.fit(x * np.nan, y, batch_size=8, verbose=0, callbacks=[monitor])
     assert len([row for row in monitor.run.rows if "overflow_count" in row]) < 50

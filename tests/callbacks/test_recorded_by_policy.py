@@ -45,7 +45,7 @@ def recorded_by(policy, mode, strategy):
     with kmp.enable(policy, initial_scale=256.0), scope:
         model = keras.Sequential([keras.Input((4,)), Logarithm(), layers.Dense(2)])
         model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(True), **MODES[mode])
-    callbacks = kmp.callbacks.defaults(every_n_steps=1, on_stuck="ignore")
+    callbacks = kmp.callbacks.defaults(every_n_steps=1, on_nonfinite="ignore")
     with warnings.catch_warnings():
         # That the loss is computed in 16 bits.
         warnings.simplefilter("ignore", UserWarning)

@@ -214,7 +214,7 @@ def test_layers_that_are_sound_only_below_a_fixed_loss_scale_keep_their_dtype():
     with kmp.enable(loss_scale=2.0**60):
         parts = Cube(name="cube"), layers.BatchNormalization(name="norm"), layers.Dense(1)
         model = sequential(*parts, optimizer="adam", run_eagerly=True)
-    (monitor,) = callbacks = defaults(on_stuck="ignore")
+    (monitor,) = callbacks = defaults(on_nonfinite="ignore")
     train(model, callbacks, epochs=2)
     assert len(monitor.run.replays[0][1].float32_layers) == 2  # sound at a smaller scale
     assert monitor.run.last("fallback") is None
@@ -228,7 +228,7 @@ def test_repair_of_one_callback_is_in_the_records_of_another_one(second, tmp_pat
         UserWarning, match="set the layers 'sequential.*/cube'.* to float32"
     ) as warned:
         train(model, callbacks)
-    assert len(user_warnings(warned)) == 1
+    assert sum("kmp set" in str(each.message) for each in warned) == 1
     first, other = (kmp.load_run(tmp_path / name) for name in "ab")
     for key in ("fallback", "fallback_reason"):
         assert first.last(key) == other.last(key) == callbacks[1].run.last(key) is not None
@@ -285,7 +285,7 @@ def test_overflow_in_more_layers_than_are_repaired_is_a_warning_while_the_traini
         r" layers to repair. What to change:\n  kmp.enable"
     )
     with pytest.warns(UserWarning, match=expected) as warned:
-        train(model, defaults(on_stuck="ignore"), epochs=4)
+        train(model, defaults(on_nonfinite="ignore"), epochs=4)
     assert len(user_warnings(warned)) == 1
     assert {dtype for name, dtype in dtypes(model).items() if "times" in name} == {"float16"}
 
@@ -520,7 +520,7 @@ def test_overflow_that_the_compiled_step_does_not_have_changes_no_layer():
         optimizer = kmp.wrap(keras.optimizers.SGD(1e-6), initial_scale=1.0)
         model = sequential(*parts, optimizer=optimizer, jit_compile=False)
     x = np.random.default_rng(0).uniform(80, 100, (ROWS, 4)).astype("float32")
-    callbacks = defaults(on_stuck="ignore")
+    callbacks = defaults(on_nonfinite="ignore")
     model.fit(x, x[:, :1] > 90, batch_size=8, epochs=2, verbose=0, callbacks=callbacks)
     replays = [replay for _, replay in callbacks[0].run.replays]
     assert [replay.is_finite for replay in replays] == [False] * len(replays)
@@ -554,7 +554,7 @@ def test_training_that_fails_for_another_cause_keeps_its_layers(cause, fault):
         model = sequential(*parts, optimizer=fault.get("optimizer", "sgd"), run_eagerly=True)
     if "weights" in fault:
         model.layers[0].kernel.assign(np.full((4, 32), fault["weights"]))
-    callbacks = defaults(on_stuck="ignore")
+    callbacks = defaults(on_nonfinite="ignore")
     x, y = fault.get("x", INPUTS), fault.get("y", INPUTS[:, :1])
     model.fit(x, y, batch_size=8, epochs=2, verbose=0, callbacks=callbacks)
     assert [found.cause for found in kmp.advise(callbacks[0].run).problems] == [cause]
@@ -578,7 +578,7 @@ def test_model_whose_loss_exploded_before_it_overflowed_keeps_its_layers():
         )
         options = {"optimizer": keras.optimizers.SGD(rate), "jit_compile": False}
         model = sequential(*hidden, layers.Dense(1), shape=(8,), **options)
-    callbacks = defaults(on_stuck="ignore")
+    callbacks = defaults(on_nonfinite="ignore")
     model.fit(x, x.sum(1, keepdims=True), batch_size=16, epochs=3, verbose=0, callbacks=callbacks)
     assert model.optimizer.snapshot().nonfinite_loss_count
     assert callbacks[0].run.last("fallback") is None

@@ -147,13 +147,13 @@ def test_message_does_not_speak_of_the_weights_if_a_later_step_of_the_execution_
     assert "weights" not in str(caught.value)
 
 
-@pytest.mark.parametrize(("on_stuck", "warnings"), [("warn", 2), ("ignore", 0)])
-def test_training_continues_if_on_stuck_does_not_raise(on_stuck, warnings, recwarn):
+@pytest.mark.parametrize(("on_nonfinite", "stuck"), [("warn", 2), ("ignore", 0)])
+def test_training_continues_where_it_is_not_to_end(on_nonfinite, stuck, recwarn):
     x, y = data(slice(2, 6), batches=14)
     x[8 * 8 : 12 * 8] = np.nan
     model = compiled_model(run_eagerly=True)
-    fit_data(model, (x, y), [Monitor(replay=False, patience=3, on_stuck=on_stuck)])
-    assert sum("Training is stuck" in str(warning.message) for warning in recwarn) == warnings
+    fit_data(model, (x, y), [Monitor(replay=False, patience=3, on_nonfinite=on_nonfinite)])
+    assert sum("Training is stuck" in str(warning.message) for warning in recwarn) == stuck
     snapshot = model.optimizer.snapshot()
     assert (snapshot.step, snapshot.overflow_count) == (14, 8)
 
@@ -172,9 +172,9 @@ def test_detector_works_in_a_second_fit_and_for_a_second_model():
         ({"patience": 0}, ValueError, "`patience` must be.*patience=0"),
         ({"patience": 2.5}, TypeError, "`patience` must be"),
         (
-            {"on_stuck": "stop"},
+            {"on_nonfinite": "stop"},
             ValueError,
-            "`on_stuck` must be one of 'raise', 'warn', 'ignore'.*'stop'",
+            "`on_nonfinite` must be one of .skip., .raise., .*'stop'",
         ),
     ],
 )

@@ -81,7 +81,7 @@ def trained(x, **arguments):
     with kmp.enable(initial_scale=1.0):
         model = Backwards()
         model.compile("sgd", "mse", **arguments)
-        callbacks = without_replays(every_n_steps=2, on_stuck="ignore")
+        callbacks = without_replays(every_n_steps=2, on_nonfinite="ignore")
         model.fit(
             x, np.zeros((len(x), 1)), batch_size=4, verbose=0, shuffle=False, callbacks=callbacks
         )

@@ -17,7 +17,7 @@ NODES = 150
 
 def defaults(**options):
     """Returns the default callbacks without the one that repairs a training."""
-    options = {"repair": False, "on_stuck": "ignore"} | options
+    options = {"repair": False, "on_nonfinite": "ignore"} | options
     return kmp.callbacks.defaults(**options)
 
 
