@@ -15,6 +15,7 @@ def defaults(
     repair: bool = True,
     on_nonfinite: str = "skip",
     patience: int = 100,
+    log_norms: bool = False,
     report: PathLike | None = None,
 ) -> list[keras.callbacks.Callback]:
     """Returns the recommended callbacks for a run: a `Monitor`.
@@ -31,6 +32,7 @@ def defaults(
         repair: As in `Monitor`.
         on_nonfinite: As in `Monitor`.
         patience: As in `Monitor`.
+        log_norms: As in `Monitor`.
         report: As in `Monitor`.
 
     Raises:
@@ -49,6 +51,7 @@ def defaults(
         repair=repair,
         on_nonfinite=on_nonfinite,
         patience=patience,
+        log_norms=log_norms,
         report=report,
     )
     return [monitor]

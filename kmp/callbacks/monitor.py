@@ -35,7 +35,7 @@ class Monitor(keras.callbacks.Callback):
     - `overflow_count`: steps skipped since training began because the loss or a gradient was
       non-finite.
     - `grad_norm`: the L2 norm of all gradients, without the loss scale, of the last sample in which
-      it is finite; NaN before the first.
+      it is finite; NaN before the first. With `log_norms`, `grad_norm/LAYER` is that of each layer.
 
     **Records.** `run` and the log have more, see `kmp.records`: the variables in which overflows
     originated, and samples of the gradients with a histogram of binary exponents, the norm and the
@@ -105,6 +105,7 @@ class Monitor(keras.callbacks.Callback):
             and halves the learning rate once per streak. `"warn"` is `"skip"`, with a warning in
             place of the error. `"ignore"` does neither.
         patience: Integer, at least 1: the consecutive skipped steps of a stuck training.
+        log_norms: Whether `logs` have the gradient norm of each layer of `variables`.
         report: An `.html` file: the report of `kmp report`, written at the end of training, and at
             epoch ends as long as that takes at most a twentieth of the time. A failure to write it
             is a warning. It replaces an earlier report, and no other file.
@@ -143,6 +144,7 @@ class Monitor(keras.callbacks.Callback):
         repair: bool = True,
         on_nonfinite: str = "skip",
         patience: int = 100,
+        log_norms: bool = False,
         report: PathLike | None = None,
     ) -> None:
         super().__init__()
@@ -157,6 +159,7 @@ class Monitor(keras.callbacks.Callback):
         self.repair = validation.boolean("repair", repair) and self.replay
         self.on_nonfinite = validation.one_of("on_nonfinite", on_nonfinite, ON_NONFINITE)
         self.patience = validation.positive_integer("patience", patience)
+        self.log_norms = validation.boolean("log_norms", log_norms)
         self.report = None
         if report is not None:
             self.report = validation.local_path("report", report, (".html",))
@@ -217,7 +220,7 @@ class Monitor(keras.callbacks.Callback):
         if training is None:
             return
         if not training.recorder.has_trained:
-            training.recorder.selected_variables()  # the first step may have built them
+            training.recorder.name_layers()  # the first step may have built them
         with self._only_watching():
             training.end_batch(logs)
         self._add_to(logs)
@@ -245,6 +248,7 @@ class Monitor(keras.callbacks.Callback):
             repair=self.repair,
             on_nonfinite=self.on_nonfinite,
             patience=self.patience,
+            log_norms=self.log_norms,
             report=self.report,
         )
 

@@ -23,4 +23,5 @@ class MonitorSettings:
     repair: bool
     on_nonfinite: str
     patience: int
+    log_norms: bool
     report: Path | None

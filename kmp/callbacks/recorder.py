@@ -17,6 +17,7 @@ from kmp.callbacks.training_records import (
     Logs,
     Row,
     header,
+    layer_classes,
     metrics_record,
     record_of,
     record_size,
@@ -26,6 +27,8 @@ from kmp.gradients.sampling_clock import NEVER
 from kmp.guarding.guarded_step import Repair, guarded_step_of
 from kmp.optimizer import LossScaleOptimizer
 from kmp.records import GradientSample, Run, Snapshot
+from kmp.records.gradient_sample import layer_of
+from kmp.records.layer_names import stable_name, stable_names
 from kmp.utils import user_messages
 from kmp.utils.names import matching_indices
 
@@ -107,10 +110,22 @@ class Recorder:
             GRADIENTS: math.nan,
         }
         self.logged = {key: initial[key] for key in self._settings.recorded}
+        self.name_layers()
         self.batches_left = 1
         self.repairs_recorded = len(self._repairs)
         if self.sampling:
             self.sampling.start(snapshot, self._interval)
+
+    def name_layers(self) -> None:
+        """Adds the keys of the norms by layer to `logged`, if asked for and the model is built."""
+        self._keys_of_layers: dict[str, str] = {}
+        variables = self.selected_variables()
+        if self.sampling is None or not self._settings.log_norms or not variables:
+            return
+        names = stable_names(layer_classes(self._model))
+        for layer in map(layer_of, variables):
+            self._keys_of_layers[layer] = f"{GRADIENTS}/{stable_name(layer, names)}"
+        self.logged |= dict.fromkeys(self._keys_of_layers.values(), math.nan)
 
     def _rows_before(self) -> list[Row]:
         return [row for row in self.run.rows if row["step"] <= self.first_step]
@@ -209,8 +224,12 @@ class Recorder:
             record.update(found)
         else:  # an execution of several steps
             self.add(found)
-        if math.isfinite(norm):
-            self.logged[GRADIENTS] = norm
+        norms = {GRADIENTS: norm}
+        if self._keys_of_layers:
+            layers = sample.by_layer()
+            keys = [self._keys_of_layers[layer] for layer in layers]
+            norms |= zip(keys, layers.norm.tolist(), strict=True)
+        self.logged |= {key: value for key, value in norms.items() if math.isfinite(value)}
 
     def add(self, record: Row) -> None:
         """Adds a record to `run` and the log; without a `step`, that of the last read step."""
@@ -234,7 +253,8 @@ class Recorder:
     def end_epoch(self, epoch: int, logs: Logs) -> None:
         """Records the metrics of an epoch."""
         learning_rate = getattr(self._optimizer.inner_optimizer, "learning_rate", None)
-        values = {"learning_rate": learning_rate, **(logs or {})}
+        metrics = {key: value for key, value in (logs or {}).items() if key not in self.logged}
+        values = {"learning_rate": learning_rate, **metrics}
         record = metrics_record(self.previous.step, epoch, values)
         if record["metrics"] and record["step"]:  # without a step the run has not begun
             self.add(record)

@@ -144,11 +144,15 @@ def _untrained_variables(model: keras.Model, optimizer: LossScaleOptimizer) -> l
     return [path for path, variable in paths if id(variable) not in trained]
 
 
+def layer_classes(model: keras.Model) -> dict[str, str]:
+    """Returns the class of each layer by path, of a model that is built."""
+    return {path: type(layer).__name__ for path, layer in created_layers(model).items()}
+
+
 def _settings_of_layers(model: keras.Model) -> Row:
-    created = created_layers(model)
     return {
         "parameters": sum(math.prod(weight.shape) for weight in model.weights),
-        "layers": {path: type(layer).__name__ for path, layer in created.items()},
+        "layers": layer_classes(model),
         "next_layers": next_layers(model),
         "output_layers": [layer.path or layer.name for layer in output_layers(model)],
     }
