@@ -35,9 +35,9 @@ from step_models import BARE, KERAS, OURS, step_model
 
 import kmp
 from kmp.backend.keras_internals import global_policy, sublayers
-from kmp.bench import header
 from kmp.bench.fit_timer import Blocks, time_fit
 from kmp.bench.measurement import MODES, peak_memory, reset_peak_memory
+from kmp.bench.results import header
 from kmp.layers.fused_normalization import unfuse_normalization
 from kmp.utils import atomic_files
 from kmp_cli.doctor import driver_check

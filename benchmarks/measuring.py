@@ -15,7 +15,8 @@ import numpy as np
 import tensorflow as tf
 from rich.console import Console
 
-from kmp import LossScaleOptimizer, bench
+from kmp import LossScaleOptimizer
+from kmp.bench import results
 from kmp.bench.measurement import MODES, Measurement, comparison, seconds_per_call
 from kmp.bench.models import BARE, KERAS, OURS
 from kmp.callbacks import GradientHistogram
@@ -59,7 +60,7 @@ def main(measure: Callable[[bool], Iterator[list[Measurement]]], description: st
         "--json", type=Path, metavar="FILE", help="also write the results to a JSON file"
     )
     parsed = parser.parse_args()
-    bench.run(Console(), measure(parsed.quick), parsed.json)
+    results.run(Console(), measure(parsed.quick), parsed.json)
 
 
 def modes_of(is_quick: bool) -> dict[str, bool]:

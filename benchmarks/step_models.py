@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
-from unittest import mock
 
 import keras
 import tensorflow as tf
@@ -79,7 +78,7 @@ def compiled_step(name: str, policy: str, scaling: str, batch: int) -> CompiledS
 
     def train_step(x, y):
         # What is counted is the step of a GPU, which this machine may not have.
-        with mock.patch.object(xla, "has_gpu", return_value=True):
+        with xla.traced_for_gpu():
             return model.train_step((x, y))
 
     return CompiledStep(train_step, (inputs, labels))

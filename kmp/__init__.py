@@ -29,6 +29,7 @@ __all__ = [
     "advice",
     "advise",
     "audit",
+    "bench",
     "callbacks",
     "convert",
     "disable",
@@ -50,10 +51,10 @@ __all__ = [
 
 
 def __getattr__(name: str) -> object:
-    """Imports `kmp.plots` and `kmp.report` on first access.
+    """Imports `kmp.bench`, `kmp.plots` and `kmp.report` on first access.
 
-    They import matplotlib and jinja2.
+    The last two import matplotlib and jinja2.
     """
-    if name in ("plots", "report"):
+    if name in ("bench", "plots", "report"):
         return importlib.import_module(f"kmp.{name}")
     raise AttributeError(f"module 'kmp' has no attribute {name!r}")

@@ -108,21 +108,22 @@ def _parser() -> argparse.ArgumentParser:
     )
     audit.add_argument("file", type=_path, metavar="FILE", help="a .keras file")
     audit.add_argument(
-        "--import",
-        action="append",
-        default=[],
-        dest="modules",
-        metavar="MODULE",
-        help=(
-            "module that defines custom layers of the model; it is imported, which runs its code"
-            " (repeatable)"
-        ),
-    )
-    audit.add_argument(
         "--all", action="store_true", help="show the table of all layers, not only a summary"
     )
 
-    bench = commands.add_parser("bench", help="measure what each precision gains on this machine")
+    bench = commands.add_parser(
+        "bench", help="measure what each precision gains: for a model, or on this machine"
+    )
+    bench.add_argument(
+        "model",
+        nargs="?",
+        metavar="MODEL",
+        help=(
+            "a .keras file of a compiled model; or MODULE:FUNCTION, a function that returns a"
+            " compiled model and a batch, such as (x, y) or a tf.data.Dataset (default: models of"
+            " kmp)"
+        ),
+    )
     bench.add_argument(
         "--quick", action="store_true", help="fewer steps and rounds, for a rough answer"
     )
@@ -133,17 +134,29 @@ def _parser() -> argparse.ArgumentParser:
         default=[],
         metavar="PART",
         help=(
-            "precision: operations and small models; resnet, bert: large networks (default: all on"
-            " a GPU, else precision)"
+            "without MODEL: precision: operations and small models; resnet, bert: large networks"
+            " (default: all on a GPU, else precision)"
         ),
     )
     bench.add_argument(
         "--batch",
         type=_positive,
         metavar="N",
-        help="batch size of resnet and bert (default: 64 and 32; 8 on a CPU)",
+        help="batch size for a .keras file (32), or of resnet and bert (64 and 32; 8 on a CPU)",
     )
 
+    for command in (audit, bench):
+        command.add_argument(
+            "--import",
+            action="append",
+            default=[],
+            dest="modules",
+            metavar="MODULE",
+            help=(
+                "module that defines custom layers of the model; it is imported, which runs its"
+                " code (repeatable)"
+            ),
+        )
     text = "as in `kmp.enable` (default: %(default)s)"
     demo.add_argument("--policy", default="mixed_float16", help=text)
     text = "as in `kmp.convert` (default: mixed_bfloat16 for a model in it, else mixed_float16)"

@@ -6,9 +6,12 @@ import importlib
 import re
 import sys
 import textwrap
+import warnings
 import zipfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import keras
 import tensorflow as tf
@@ -57,14 +60,59 @@ def _demo(parsed: argparse.Namespace, console: Console) -> None:
 def _bench(parsed: argparse.Namespace, console: Console) -> None:
     from kmp import bench
 
-    if parsed.batch and set(bench.parts_of(parsed.only, parsed.quick)) == {"precision"}:
+    bench.results.share_gpu()
+    if parsed.model:
+        _bench_model(parsed, console)
+        return
+    if parsed.modules:
+        raise InputError("--import applies only to a MODEL")
+    if parsed.batch and set(bench.precision.parts_of(parsed.only, parsed.quick)) == {"precision"}:
         raise InputError("--batch applies only to resnet and bert: add --only resnet bert")
     try:
-        comparisons = bench.measure(parsed.only, parsed.quick, parsed.batch)
-        bench.run(console, comparisons, parsed.json)
+        comparisons = bench.precision.measure(parsed.only, parsed.quick, parsed.batch)
+        bench.results.run(console, comparisons, parsed.json)
     except (bench.MeasurementError, tf.errors.OpError) as error:
         # Such as: the GPU's memory is in use.
         raise InputError(user_messages.one_line(error)) from error
+
+
+def _bench_model(parsed: argparse.Namespace, console: Console) -> None:
+    from kmp import bench
+
+    if parsed.only:
+        raise InputError("--only applies only without a MODEL")
+    _import_modules(parsed.modules)
+    model: keras.Model | Callable[[], Any]
+    is_function = re.fullmatch(r"[\w.]+:\w+", parsed.model) is not None
+    if is_function:
+        if parsed.batch:
+            raise InputError(
+                "--batch applies only to a .keras file: the function returns the batch"
+            )
+        model = _function(*parsed.model.split(":"))
+    elif not Path(parsed.model).exists():
+        raise InputError(f"{parsed.model}: neither a .keras file nor MODULE:FUNCTION")
+    else:
+        model = _load_model(Path(parsed.model), is_compiled=True)
+    steps, rounds = (5, 2) if parsed.quick else (20, 5)
+
+    def measure() -> bench.StepComparison:
+        return bench.compare(model, batch_size=parsed.batch, steps=steps, rounds=rounds)
+
+    try:
+        bench.results.run_model(console, measure, parsed.json)
+    except Exception as error:  # the user's function and model may raise anything
+        is_of_kmp = isinstance(error, TypeError | ValueError | bench.MeasurementError)
+        start = "" if is_of_kmp else f"{type(error).__name__}: "
+        raise InputError(f"{parsed.model}: {start}{user_messages.one_line(error)}") from error
+
+
+def _function(module: str, name: str) -> Callable[[], Any]:
+    """Returns a function of a module of the user."""
+    function = getattr(_imported(module, f"{module}:{name}"), name, None)
+    if not callable(function):
+        raise InputError(f"{module}:{name}: the module has no function {name!r}")
+    return function
 
 
 def _audit(parsed: argparse.Namespace, console: Console) -> None:
@@ -86,26 +134,33 @@ def _audit(parsed: argparse.Namespace, console: Console) -> None:
 
 
 def _import_modules(names: Sequence[str]) -> None:
-    if names:
+    for name in names:
+        _imported(name, f"--import {name}")
+
+
+def _imported(name: str, argument: str) -> ModuleType:
+    """Returns a module of the user, for an argument of the command."""
+    if "" not in sys.path:
         # As `python -m` does: a console script cannot import from the current folder.
         sys.path.insert(0, "")
-    for name in names:
-        try:
-            importlib.import_module(name)
-        except Exception as error:  # the module's code may raise anything
-            cause = f"{type(error).__name__}: {user_messages.one_line(error)}"
-            raise InputError(
-                f"--import {name}: {cause}. Pass the name of a module, such as `my_layers`."
-            ) from error
+    try:
+        return importlib.import_module(name)
+    except Exception as error:  # the module's code may raise anything
+        cause = f"{type(error).__name__}: {user_messages.one_line(error)}"
+        raise InputError(
+            f"{argument}: {cause}. Pass the name of a module, such as `my_layers`."
+        ) from error
 
 
-def _load_model(file: Path) -> keras.Model:
+def _load_model(file: Path, is_compiled: bool = False) -> keras.Model:
     if not file.is_file():
         raise InputError(f"{file}: no such file")
     if not zipfile.is_zipfile(file):  # Keras reports a corrupt file as one that is not found
         raise InputError(f"{file} is not a .keras file: it is not a zip archive, or a corrupt one")
     try:
-        return keras.models.load_model(file, compile=False)
+        with warnings.catch_warnings():  # of the state of an optimizer that has not trained
+            warnings.filterwarnings("ignore", "Skipping variable loading for optimizer")
+            return keras.models.load_model(file, compile=is_compiled)
     except Exception as error:  # a corrupt archive may raise anything
         # The reason stands after the model's configuration.
         _, _, reason = str(error).rpartition("Exception encountered: ")

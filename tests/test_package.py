@@ -144,7 +144,7 @@ def test_public_surface_is_what_the_readme_documents():
         *("LossScaleOptimizer", "disable", "enable", "gpus", "guard", "wrap"),
         *("advise", "load_run", "what_if"),
         *("Plan", "audit", "convert", "graph_rewrite", "to_float32"),
-        *("callbacks", "layers", "plots", "records"),
+        *("bench", "callbacks", "layers", "plots", "records"),
     }
     assert [name for name in documented if not hasattr(kmp, name)] == []
 

@@ -24,7 +24,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 from matplotlib.axes import Axes
 
-from kmp.bench import header
+from kmp.bench.results import header
 from kmp.demo import experiment
 from kmp.demo.experiment import Variant
 from kmp.plots.style import DARK, LIGHT, MIDDLE

@@ -504,6 +504,16 @@ PRIVATE_NAMES = (
         "`graph_rewrite` warns if oneDNN is off",
         "does not warn",
     ),
+    PrivateName(
+        "tensorflow.python.eager.context:context",
+        "`kmp.bench.compare` does not change which random numbers a program draws",
+        "restores the random numbers of Python, NumPy and Keras only",
+    ),
+    PrivateName(
+        "keras.src.backend.common.global_state:GLOBAL_STATE_TRACKER",
+        "`kmp.bench.compare` does not change the seeds and the names of later layers",
+        "restores the random numbers of Python, NumPy and TensorFlow only",
+    ),
     # Replays.
     PrivateName(
         "tensorflow.python.framework.op_callbacks:add_op_callback",

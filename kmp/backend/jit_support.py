@@ -10,7 +10,7 @@ from kmp.backend.tensorflow_internals import is_deterministic
 
 def jit_compilation(model: keras.Model) -> str:
     """Returns a sentence: whether Keras compiles a model with XLA, and why not if not."""
-    obstacle = _obstacle(model)
+    obstacle = jit_obstacle(model)
     if obstacle:
         return f'jit_compile="auto" does not compile this model with XLA: {obstacle}.'
     if model.compiled and model.run_eagerly:
@@ -28,7 +28,7 @@ def jit_compilation(model: keras.Model) -> str:
     return 'On a GPU, jit_compile="auto", the default of `compile`, compiles this model with XLA.'
 
 
-def _obstacle(model: keras.Model) -> str:
+def jit_obstacle(model: keras.Model) -> str:
     """Returns why `jit_compile="auto"` does not compile a model on a GPU; empty if it does.
 
     As `keras.Model._resolve_auto_jit_compile` in Keras 3.15, which returns only whether, and

@@ -1,8 +1,10 @@
 """What a function that is traced for XLA, a strategy or a stateless call has to do differently."""
 
+import contextlib
 import functools
 import math
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -19,12 +21,32 @@ def is_tracing() -> bool:
     return is_of_xla is not None and is_of_xla(tf.compat.v1.get_default_graph())
 
 
+class _Traces(threading.local):
+    """Whether this thread traces what a GPU would run."""
+
+    are_for_gpu = False
+
+
+_traces = _Traces()
+
+
+@contextlib.contextmanager
+def traced_for_gpu() -> Iterator[None]:
+    """Traces in the context what a GPU would run, also where there is none: to count it."""
+    before = _traces.are_for_gpu
+    _traces.are_for_gpu = True
+    try:
+        yield
+    finally:
+        _traces.are_for_gpu = before
+
+
 def has_gpu() -> bool:
-    """Whether TensorFlow computes on a GPU.
+    """Whether TensorFlow computes on a GPU, or traces what a GPU would run.
 
     A branch on a value of the device makes the host wait there.
     """
-    return bool(tf.config.get_visible_devices("GPU"))
+    return _traces.are_for_gpu or bool(tf.config.get_visible_devices("GPU"))
 
 
 def masks_of(condition: tf.Tensor) -> Callable[[Sequence[int | None]], tf.Tensor]:

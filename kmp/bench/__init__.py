@@ -1,20 +1,20 @@
-"""`kmp bench`: measures what each precision gains on this machine."""
+"""What each precision gains: for a model of the user, and on this machine."""
 
-from kmp.bench import environment_variables, fit_timer, measurement, models, precision
+from kmp.bench import environment_variables, fit_timer, measurement, models, precision, results
+from kmp.bench.comparing import compare
 from kmp.bench.measurement import MeasurementError
-from kmp.bench.precision import PARTS, measure, parts_of
-from kmp.bench.results import header, run
+from kmp.bench.step_comparison import Device, Step, StepComparison
 
 __all__ = [
-    "PARTS",
+    "Device",
     "MeasurementError",
+    "Step",
+    "StepComparison",
+    "compare",
     "environment_variables",
     "fit_timer",
-    "header",
-    "measure",
     "measurement",
     "models",
-    "parts_of",
     "precision",
-    "run",
+    "results",
 ]

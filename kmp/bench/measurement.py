@@ -24,7 +24,12 @@ MODES = {"graph": False, "XLA": True}
 
 
 class MeasurementError(RuntimeError):
-    """A measurement failed."""
+    """A measurement failed.
+
+    Example:
+    >>> issubclass(MeasurementError, RuntimeError)
+    True
+    """
 
 
 def xla_error() -> str | None:
@@ -144,6 +149,13 @@ def reset_peak_memory() -> None:
     """
     if tf.config.list_physical_devices("GPU"):
         tf.config.experimental.reset_memory_stats("GPU:0")
+
+
+def memory_in_use() -> int | None:
+    """Returns the bytes that are in use on the first GPU; `None` on a CPU."""
+    if tf.config.list_physical_devices("GPU"):
+        return int(tf.config.experimental.get_memory_info("GPU:0")["current"])
+    return None
 
 
 def peak_memory() -> int:

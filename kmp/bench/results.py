@@ -4,7 +4,7 @@ import logging
 import os
 import platform
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from kmp.bench.measurement import Measurement
+from kmp.bench.step_comparison import StepComparison
 from kmp.enabling import gpus
 from kmp.utils import atomic_files
 from kmp.utils.version import __version__
@@ -30,14 +31,10 @@ def run(
         json_file: JSON file of the results, written again after each comparison. `None` for no
             file.
     """
-    # Other processes share the GPU with this one. By default TensorFlow reserves all of its memory
-    # for one process.
-    os.environ.setdefault("TF_FORCE_GPU_ALLOW_GROWTH", "true")
+    share_gpu()
     # It warns about frequent retracing, which is done on purpose.
     tf.get_logger().setLevel(logging.ERROR)
-    machine = header()
-    for name, value in machine.items():
-        console.print(f"{name}: {value}", highlight=False, markup=False)
+    machine = _printed_header(console)
     if json_file:
         json_file.parent.mkdir(parents=True, exist_ok=True)
     results: list[Measurement] = []
@@ -47,6 +44,40 @@ def run(
         if json_file:
             written = [asdict(result) for result in results]
             atomic_files.write_json(json_file, {**machine, "results": written})
+
+
+def run_model(
+    console: Console, measure: Callable[[], StepComparison], json_file: Path | None = None
+) -> None:
+    """Prints the comparison of the steps of a model when it is measured.
+
+    Args:
+        console: Where to print.
+        measure: Measures it.
+        json_file: JSON file of the results; `None` for no file.
+    """
+    with console.status("Measuring each precision ..."):  # in a terminal only
+        comparison = measure()
+    machine = _printed_header(console)
+    console.print("", comparison, sep="\n")
+    if json_file:
+        json_file.parent.mkdir(parents=True, exist_ok=True)
+        atomic_files.write_json(json_file, {**machine, **comparison.to_dict()})
+
+
+def share_gpu() -> None:
+    """Lets other processes use the memory of the GPU; call it before TensorFlow uses the GPU.
+
+    By default TensorFlow reserves all of it for one process.
+    """
+    os.environ.setdefault("TF_FORCE_GPU_ALLOW_GROWTH", "true")
+
+
+def _printed_header(console: Console) -> dict[str, str]:
+    machine = header()
+    for name, value in machine.items():
+        console.print(f"{name}: {value}", highlight=False, markup=False)
+    return machine
 
 
 def header() -> dict[str, str]:

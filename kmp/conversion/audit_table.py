@@ -1,10 +1,9 @@
 """The result of an audit, displayed as a table in terminals and notebooks."""
 
-import io
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
@@ -12,10 +11,10 @@ from kmp.advice.format_errors import FormatErrors, formats_compared
 from kmp.conversion.op_rule import NEEDS_FLOAT32
 from kmp.conversion.plan import Plan
 from kmp.conversion.step_traffic import StepTraffic
+from kmp.utils.displayed import Displayed
 from kmp.utils.float_formats import DTYPES_16_BIT, FLOAT32
 from kmp.utils.names import printable
 
-_WIDTH = 120  # characters, outside a terminal
 _MOST_IN_SUMMARY = 6
 _PAD = "Not divisible by 8, so Tensor Cores are slow or not used. Pad these dimensions if possible:"
 
@@ -70,8 +69,8 @@ class Row:
     overflows_in_other: bool = False
 
 
-@dataclass(frozen=True)
-class Audit:
+@dataclass(frozen=True, repr=False)
+class Audit(Displayed):
     """The result of `kmp.audit`. Displays as a table in terminals and notebooks.
 
     Args:
@@ -201,14 +200,6 @@ class Audit:
             table.add_row(*map(_text, cells), style=_color(row))
         return table
 
-    def __repr__(self) -> str:
-        return _recorded(self).export_text().rstrip()
-
-    def _repr_html_(self) -> str:
-        return _recorded(self).export_html(
-            inline_styles=True, code_format="<pre style='line-height: 1.2'>{code}</pre>"
-        )
-
 
 def _measured_cells(row: Row, formats: int) -> list[str]:
     """Returns the largest magnitude of a row and its relative error in each format, as text."""
@@ -238,12 +229,3 @@ def _color(row: Row) -> str:
 
 def _text(text: str, style: str = "") -> Text:
     return Text(printable(text), style)  # a model from a file may have any names
-
-
-def _recorded(renderable: RenderableType) -> Console:
-    """Returns a console that has recorded what is printed outside of a terminal."""
-    console = Console(
-        file=io.StringIO(), width=_WIDTH, record=True, force_terminal=False, force_jupyter=False
-    )
-    console.print(renderable)
-    return console

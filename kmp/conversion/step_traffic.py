@@ -17,7 +17,7 @@ from kmp.backend.state_rollback import state_restored
 from kmp.backend.thread_overrides import own_method
 
 _BATCH_SIZE = 32  # of a model that takes any
-_OUTSIDE = "operations outside layers"
+OUTSIDE = "operations outside layers"
 _MOST_CLASSES = 5
 _SCOPE = "kmp_layer_"
 _NUMBER = re.compile(rf"(?:^|/){_SCOPE}(\d+)(?=$|[/_])")  # TensorFlow adds `_1` to one of a name
@@ -70,7 +70,7 @@ def step_traffic(model: keras.Model) -> StepTraffic | None:
     if not traffic.bytes:
         return None
     shares = {
-        name or _OUTSIDE: cost.float32_bytes / traffic.bytes
+        name or OUTSIDE: cost.float32_bytes / traffic.bytes
         for name, cost in traffic.by_owner.items()
         if cost.float32_bytes
     }
@@ -95,10 +95,24 @@ def _traced(model: keras.Model, batch_size: int) -> Traffic:
         gradients = tape.gradient(outputs, variables, upstream)
         return outputs, [gradient for gradient in gradients if gradient is not None]
 
+    with state_restored(model):
+        return traffic_by_class(model, step, keras.tree.map_structure(spec, structure))
+
+
+def traffic_by_class(model: keras.Model, function: Callable[..., Any], *specs: Any) -> Traffic:
+    """Traces a function that calls a model, and returns what its operations cost.
+
+    Args:
+        model: The model.
+        function: Such as its forward pass, or its training step. It is not run.
+        specs: The specs of its arguments.
+
+    Returns:
+        The cost, by the classes of the model's layers: `""` for what is in no layer.
+    """
     scopes = _LayerScopes(model)
-    with state_restored(model), scopes.opened():
-        specs = keras.tree.map_structure(spec, structure)
-        graph = tf.function(step, autograph=False).get_concrete_function(specs).graph
+    with scopes.opened():
+        graph = tf.function(function, autograph=False).get_concrete_function(*specs).graph
     return traffic_of(graph, scopes.class_of)
 
 

@@ -16,7 +16,7 @@ def unaligned_dimensions(layer: Any) -> Iterator[str]:
 
     Each with the padded size, as `units 10 -> 16`.
     """
-    if not getattr(layer, "built", False):
+    if not uses_tensor_cores(layer):
         return
     for classes, names, sizes_of in _DIMENSIONS:
         if not isinstance(layer, classes):
@@ -25,6 +25,13 @@ def unaligned_dimensions(layer: Any) -> Iterator[str]:
             if size % _MULTIPLE:
                 yield f"{name} {size} -> {math.ceil(size / _MULTIPLE) * _MULTIPLE}"
         return
+
+
+def uses_tensor_cores(layer: Any) -> bool:
+    """Whether a layer computes matrix products or convolutions whose dimensions are known."""
+    return getattr(layer, "built", False) and any(
+        isinstance(layer, classes) for classes, *_ in _DIMENSIONS
+    )
 
 
 def _of_einsum(layer: layers.EinsumDense) -> tuple[int, int]:

@@ -96,12 +96,10 @@ def resolve(policy: str) -> str:
         return best
     dtype, best_dtype = (name.removeprefix("mixed_") for name in (policy, best))
     if dtype not in (best_dtype, "float32", *_logged):
-        _logged.add(dtype)
-        level = (
-            logging.INFO
-            if (dtype, best_dtype) == (FLOAT16.name, BFLOAT16.name)
-            else logging.WARNING
-        )
+        is_fast_too = (dtype, best_dtype) == (FLOAT16.name, BFLOAT16.name)
+        level = logging.INFO if is_fast_too else logging.WARNING
+        if logger.isEnabledFor(level):
+            _logged.add(dtype)
         logger.log(
             level,
             'kmp.enable(%r) is in force. On this machine, "auto" would choose %r: %s.',

@@ -4,7 +4,6 @@ import keras
 import pytest
 from conftest import training_rates, values
 
-from kmp import bench
 from kmp.bench import models, precision
 from kmp.bench.models import BARE
 from kmp.bench.precision import FORMATS, VARIANTS
@@ -108,7 +107,7 @@ def test_large_networks_are_measured_by_default_on_a_gpu(monkeypatch, arguments,
     monkeypatch.setattr(
         precision, "measure_network", lambda name, mode, *rest: iter([f"{name} {mode}"])
     )
-    assert list(bench.measure(**arguments)) == expected
+    assert list(precision.measure(**arguments)) == expected
 
 
 @pytest.mark.slow

@@ -11,7 +11,7 @@ import keras
 import pytest
 import tensorflow as tf
 
-from kmp import bench
+from kmp.bench import precision
 from kmp.bench.measurement import Measurement, MeasurementError
 from kmp.records.jsonl import to_line
 from kmp_cli import main
@@ -262,6 +262,16 @@ def test_audit_of_a_file_that_is_missing_or_no_model_is_one_line(tmp_path, capsy
             ["bench", "--quick", "--batch", "8"],
             "--batch applies only to resnet and bert: add --only resnet bert",
         ),
+        (["bench", "--import", "json"], "--import applies only to a MODEL"),
+        (["bench", "model.keras", "--only", "bert"], "--only applies only without a MODEL"),
+        (["bench", "model.keras"], "model.keras: The model 'saved' is not compiled"),
+        (["bench", "missing.keras"], "missing.keras: neither a .keras file nor MODULE:FUNCTION"),
+        (["bench", "failing.py"], "failing.py is not a .keras file"),
+        (["bench", "failing:make"], "failing:make: KeyError: 'reason'"),
+        (["bench", "shutil:nothing"], "shutil:nothing: the module has no function 'nothing'"),
+        (["bench", "shutil:copy"], "shutil:copy: The function must take no arguments"),
+        (["bench", "shutil:get_terminal_size"], "The function returned (int, int). "),
+        (["bench", "shutil:which", "--batch", "8"], "--batch applies only to a .keras file"),
     ],
     ids=" ".join,
 )
@@ -270,7 +280,7 @@ def test_wrong_value_is_one_line_before_anything_is_written(
 ):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "failing.py").write_text("raise KeyError('reason')")
-    keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)]).save("model.keras")
+    keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)], name="saved").save("model.keras")
     command, *options = arguments
     extra = {"audit": ["model.keras"], "bench": ["--json", "new/bench.json"]}.get(command, [])
     assert main([command, *extra, *options]) == 1
@@ -302,15 +312,15 @@ def run_bench(monkeypatch):
                 raise error
 
         asked = []
-        monkeypatch.setattr(bench, "measure", measure)
+        monkeypatch.setattr(precision, "measure", measure)
         return main(["bench", *map(str, arguments)]), asked
 
     return run
 
 
 def test_bench_passes_its_arguments_on(run_bench):
-    arguments = ["--only", *bench.PARTS, "--batch", "64"]
-    assert run_bench(arguments) == (0, [([*bench.PARTS], False, 64)])
+    arguments = ["--only", *precision.PARTS, "--batch", "64"]
+    assert run_bench(arguments) == (0, [([*precision.PARTS], False, 64)])
     assert run_bench(["--quick"]) == (0, [([], True, None)])
 
 
@@ -343,6 +353,28 @@ def test_bench_without_results_leaves_existing_files_unchanged(run_bench, tmp_pa
     assert run_bench(["--json", json_file], error=MeasurementError("nothing measured"))[0] == 1
     assert [path.name for path in tmp_path.iterdir()] == ["bench.json"]
     assert json_file.read_text() == "an earlier result"
+
+
+def test_bench_measures_a_saved_model_and_a_function_of_a_module(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    dense = keras.layers.Dense(8), keras.layers.Dense(1)
+    model = keras.Sequential([keras.Input((2,)), *dense], name="saved")
+    model.compile("sgd", "mse", run_eagerly=True)
+    model.save("saved.keras")
+    (tmp_path / "of_a_user.py").write_text(
+        "import keras, numpy\n\ndef make():\n"
+        "    inputs = keras.Input((2,))\n"
+        "    model = keras.Model(inputs, keras.layers.Dense(1)(inputs), name='made')\n"
+        "    model.compile('sgd', 'mse')\n"
+        "    return model, (numpy.ones((4, 2)), numpy.ones((4, 1)))\n"
+    )
+    for argument, name in (("saved.keras", "saved"), ("of_a_user:make", "made")):
+        assert main(["bench", argument, "--quick", "--json", "new/results.json"]) == 0
+        results = json.loads((tmp_path / "new" / "results.json").read_text())
+        assert results["model"] == name
+        assert results["limit"] in " ".join(capsys.readouterr().out.split())
+        assert len([each for each in results["results"] if each["section"] == "step"]) == 6
+        assert results["tensorflow"] == tf.__version__
 
 
 def test_names_of_a_model_file_reach_the_terminal_escaped(tmp_path, capsys):
