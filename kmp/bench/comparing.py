@@ -89,7 +89,8 @@ def compare(
 
     Example:
     >>> import keras
-    >>> model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(8)])
+    >>> dense = [keras.layers.Dense(8), keras.layers.Dense(8)]
+    >>> model = keras.Sequential([keras.Input((8,)), *dense])
     >>> model.compile("adam", "mse")
     >>> compared = compare(model, steps=1, rounds=1)
     >>> [(step.policy, step.mode) for step in compared.steps if step.seconds][:3]
