@@ -257,14 +257,15 @@ def _steps(
 
 def _traffic(variant: _Variant) -> Traffic | None:
     """Returns what a training step would cost on a GPU in graph mode; `None` if it has no trace."""
-    model = variant.model
+    model, spec = variant.model, variant.data.element_spec
 
-    def step(data: Any) -> None:
-        model.distribute_strategy.run(model.train_step, args=(data,))
+    def step(data: Any) -> Any:
+        with traced_for_gpu():  # in the thread of a replica
+            return model.train_step(data)
 
     try:
         with enable(variant.policy), traced_for_gpu():
-            return traffic_by_class(model, step, variant.data.element_spec)
+            return traffic_by_class(model, step, spec, on_replicas=True)
     except Exception:  # the user's code may raise anything, and the times are known without
         return None
 

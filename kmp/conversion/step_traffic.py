@@ -99,20 +99,32 @@ def _traced(model: keras.Model, batch_size: int) -> Traffic:
         return traffic_by_class(model, step, keras.tree.map_structure(spec, structure))
 
 
-def traffic_by_class(model: keras.Model, function: Callable[..., Any], *specs: Any) -> Traffic:
+def traffic_by_class(
+    model: keras.Model, function: Callable[..., Any], *specs: Any, on_replicas: bool = False
+) -> Traffic:
     """Traces a function that calls a model, and returns what its operations cost.
 
     Args:
         model: The model.
         function: Such as its forward pass, or its training step. It is not run.
         specs: The specs of its arguments.
+        on_replicas: Whether each replica of the model's strategy calls it. Its outputs then count
+            as not needed.
 
     Returns:
         The cost, by the classes of the model's layers: `""` for what is in no layer.
     """
     scopes = _LayerScopes(model)
-    with scopes.opened():
-        graph = tf.function(function, autograph=False).get_concrete_function(*specs).graph
+
+    def call(*args: Any) -> Any:
+        with scopes.opened():  # in the thread of a replica
+            return function(*args)
+
+    def call_on_replicas(*args: Any) -> None:
+        model.distribute_strategy.run(call, args=args)
+
+    traced = call_on_replicas if on_replicas else call
+    graph = tf.function(traced, autograph=False).get_concrete_function(*specs).graph
     return traffic_of(graph, scopes.class_of)
 
 
