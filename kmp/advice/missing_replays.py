@@ -33,6 +33,8 @@ def missing_replays(run: RunMetrics) -> MissingReplays:
     if replicas > 1:
         return MissingReplays(f"{replicas} replicas", "a run on one replica")
     if run.settings.get("replay"):
+        if run.settings.get("in_fit"):
+            return MissingReplays("none was captured", FLOAT32_TRAINING)
         remedy = f"{_GUARD} of a custom training loop; or {FLOAT32_TRAINING}"
         return MissingReplays("none was captured", remedy)
     asked = "replay=True in kmp.callbacks.defaults()"

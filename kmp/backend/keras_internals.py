@@ -7,9 +7,11 @@ without each name.
 import contextlib
 import inspect
 import re
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
-from typing import Any, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar, cast
+from weakref import WeakKeyDictionary
 
 import keras
 import numpy as np
@@ -487,14 +489,22 @@ def tensorflow_variables(layer: keras.Layer) -> list[tf.Variable]:
     return found
 
 
-class _Search:
-    """What a search of the attributes of an object found.
+class _Search(NamedTuple):
+    """What a search of an attribute found.
 
-    By attribute: the `id` of its value, the number of items that were searched, and the found.
+    Attributes:
+        of: The `id` of the value of the attribute.
+        items: How many items of it were searched.
+        found: Weak references to what was found, by name.
     """
 
-    def __init__(self) -> None:
-        self.of_attributes: dict[str, tuple[int, int, dict[str, Any]]] = {}
+    of: int
+    items: int
+    found: dict[str, weakref.ref[Any]]
+
+
+# By object, the classes that are searched for, and the attribute.
+_searches: WeakKeyDictionary[Any, dict[Any, dict[str, _Search]]] = WeakKeyDictionary()
 
 
 def objects_in(owner: Any, kinds: tuple[type, ...]) -> dict[str, Any]:
@@ -504,29 +514,26 @@ def objects_in(owner: Any, kinds: tuple[type, ...]) -> dict[str, Any]:
     eagerly asks each time, and a list may have many items: only attributes that were set since and
     items that were added to a list or dictionary are searched, and all after `search_again`.
     """
-    attributes = vars(owner)
-    name = f"_kmp_search_{'_'.join(kind.__name__ for kind in kinds)}"
-    search = attributes.setdefault(name, _Search())
+    searches = _searches.setdefault(owner, {}).setdefault(kinds, {})
     found: dict[str, Any] = {}
-    for key, value in list(attributes.items()):
-        if key.startswith("_self_"):  # TensorFlow's own record of the attributes
+    for name, value in list(vars(owner).items()):
+        if name.startswith("_self_"):  # TensorFlow's own record of the attributes
             continue
-        known, searched, of_value = search.of_attributes.get(key, (None, 0, {}))
-        length = len(value) if isinstance(value, list | tuple | dict) else 0
-        if known != id(value) or length < searched:
-            searched, of_value = 0, {}
-        if known != id(value) or length != searched:
-            of_value = of_value | dict(_named(key, value, kinds, searched))
-            search.of_attributes[key] = id(value), length, of_value
-        found |= of_value
-    return found
+        items = len(value) if isinstance(value, list | tuple | dict) else 0
+        search = searches.get(name)
+        if search is None or search.of != id(value) or items < search.items:
+            search = _Search(id(value), 0, {})
+        if name not in searches or searches[name] is not search or items > search.items:
+            new = _named(name, value, kinds, search.items)
+            found_here = search.found | {key: weakref.ref(each) for key, each in new}
+            search = searches[name] = _Search(id(value), items, found_here)
+        found |= {key: each() for key, each in search.found.items()}
+    return {name: each for name, each in found.items() if each is not None}
 
 
 def search_again(owner: Any) -> None:
     """Makes `objects_in` search all attributes of an object again."""
-    for value in vars(owner).values():
-        if isinstance(value, _Search):
-            value.of_attributes.clear()
+    _searches.pop(owner, None)
 
 
 def _named(

@@ -65,7 +65,7 @@ class BatchReplayer:
 
     Args:
         model: A model with a guard and one replica. The capture is added to its training step.
-        optimizer: The model's optimizer.
+        optimizer: The optimizer whose steps are replayed.
 
     Attributes:
         is_new: Whether the capture is new, so that the step must be traced again.
@@ -78,17 +78,18 @@ class BatchReplayer:
         run = guard.own_step or functools.partial(type(model).train_step, model)
         self._model = model
         self._step = TrainStep(run, all_optimizers_of(model), kind="user" if is_custom else "keras")
-        capture = guard.capture
-        self.is_new = capture is None or capture.optimizer is not optimizer
-        if capture is None or self.is_new:
-            capture = guard.capture = BatchCapture(model, optimizer, is_custom)
+        capture = guard.capture_of(optimizer)
+        self.is_new = capture is None
+        if capture is None:
+            capture = BatchCapture(model, optimizer, is_custom)
+            guard.add_capture(capture)
         self._capture = capture
 
     def watches(self, model: keras.Model, optimizer: LossScaleOptimizer) -> bool:
         """Whether it captures the batches of this training."""
         guard = guarded_step_of(model)
-        is_in_step = guard is not None and guard.capture is self._capture
-        return is_in_step and self._model is model and self._capture.optimizer is optimizer
+        is_in_step = guard is not None and guard.capture_of(optimizer) is self._capture
+        return is_in_step and self._model is model
 
     def begin(self, snapshot: Snapshot, planned_steps: int, *, continues: bool) -> None:
         """Begins a training: captures its first batch.
@@ -354,7 +355,11 @@ class BatchReplayer:
         if not self._attempts.runs_step:
             return forward
         if not captured.is_of_loop:
-            return self._step
+            optimizer = self._capture.optimizer
+            # One that has scaled a loss: its gradients are not those of the other one's.
+            has_loss = optimizer.step_monitor.loss_dtype is not None
+            has_others = len(self._step.optimizers) > 1
+            return replace(self._step, watched=optimizer if has_loss and has_others else None)
         self._attempts.can_run_less = True
         optimizer, scale = self._capture.optimizer, captured.loss_scale
         step = loop_step(self._model, optimizer, captured.data, scale, captured.batch_size)

@@ -2,6 +2,7 @@
 
 import contextlib
 import logging
+import re
 from collections.abc import Collection, Iterator
 from typing import Any
 from weakref import WeakSet
@@ -15,6 +16,7 @@ from kmp.callbacks.stuck_detector import StuckError
 from kmp.callbacks.training import Training
 from kmp.callbacks.training_records import RECORDED, Logs, PathLike
 from kmp.gradients.sampling_clock import NEVER
+from kmp.guarding.guarded_step import trained_optimizers
 from kmp.optimizer import LossScaleOptimizer
 from kmp.records import Run
 from kmp.utils import user_messages, validation
@@ -165,12 +167,13 @@ class Monitor(keras.callbacks.Callback):
             self.report = validation.local_path("report", report, (".html",))
         self.run = Run()
         self._optimizer = optimizer
-        self._training: Training | None = None
-        self._ended: Training | None = None  # the last one, which the next one may continue
+        self.runs: dict[str, Run] = {}
+        self._trainings: dict[str, Training] = {}
+        self._ended: dict[str, Training] = {}  # the last ones, which the next ones may continue
 
     def __getstate__(self) -> dict[str, Any]:
         """Returns what a copy has: the settings and the records, without the model."""
-        return vars(self) | {"_model": None, "_training": None, "_ended": None}
+        return vars(self) | {"_model": None, "_trainings": {}, "_ended": {}}
 
     @property
     def optimizer(self) -> LossScaleOptimizer:
@@ -179,69 +182,80 @@ class Monitor(keras.callbacks.Callback):
 
     def on_train_begin(self, logs: Logs = None) -> None:
         self._stop()  # an interrupted training leaves the log open and its folder locked
-        if not self._has_optimizer():
+        optimizers = self._watched_optimizers()
+        if not optimizers:
             self.run.rows.clear()
             self.run.header = {}
             return
         with self._only_watching(_CONFIGURATION_ERRORS):
             params = self.params or {}  # without `steps` if Keras does not know them
-            training = Training(
-                self._settings(),
-                self.run,
-                self.model,
-                self.optimizer,
-                before=self._ended,
-                epochs=params.get("epochs") or 0,
-                batches_of_epoch=params.get("steps") or 0,
-            )
-            if training.prepare():
+            first, *others = optimizers
+            self.runs = {first: self.run} | {name: self.runs.get(name, Run()) for name in others}
+            trainings = {
+                name: Training(
+                    self._settings(name if others else ""),
+                    self.runs[name],
+                    self.model,
+                    optimizer,
+                    before=self._ended.get(name),
+                    epochs=params.get("epochs") or 0,
+                    batches_of_epoch=params.get("steps") or 0,
+                )
+                for name, optimizer in optimizers.items()
+            }
+            is_new = [training.prepare() for training in trainings.values()]
+            if any(is_new):
                 self.model.make_train_function(force=True)
-            training.start()
-            self._training = training
+            for training in trainings.values():
+                training.start()
+            self._trainings = trainings
 
     def on_epoch_begin(self, epoch: int, logs: Logs = None) -> None:
-        training = self._training
-        if training is None:
-            return
         with self._only_watching(_CONFIGURATION_ERRORS):
-            if not training.recorder.has_trained:
-                training.first_epoch = epoch
-                training.start()
-            training.open_log()
-            training.begin_epoch(epoch)
+            for training in self._trainings.values():
+                if not training.recorder.has_trained:
+                    training.first_epoch = epoch
+                    training.start()
+                training.open_log()
+                training.begin_epoch(epoch)
 
     def on_train_batch_begin(self, batch: int, logs: Logs = None) -> None:
-        if self._training:
-            with self._only_watching():
-                self._training.begin_batch()
+        with self._only_watching():
+            for training in self._trainings.values():
+                training.begin_batch()
 
     def on_train_batch_end(self, batch: int, logs: Logs = None) -> None:
-        training = self._training
-        if training is None:
-            return
-        if not training.recorder.has_trained:
-            training.recorder.name_layers()  # the first step may have built them
+        for training in self._trainings.values():
+            if not training.recorder.has_trained:
+                training.recorder.name_layers()  # the first step may have built them
         with self._only_watching():
-            training.end_batch(logs)
+            for training in self._trainings.values():
+                training.end_batch(logs)
         self._add_to(logs)
 
     def on_epoch_end(self, epoch: int, logs: Logs = None) -> None:
-        if self._training:
-            with self._only_watching():
-                self._training.end_epoch(epoch, logs)
-            self._add_to(logs)
+        with self._only_watching():
+            for training in self._trainings.values():
+                training.end_epoch(epoch, logs)
+        self._add_to(logs)
 
     def on_train_end(self, logs: Logs = None) -> None:
-        if self._training:
-            with self._only_watching():
-                self._training.end()
-            self._ended, self._training = self._training, None
+        with self._only_watching():
+            has_steps = any(each.has_steps for each in self._trainings.values())
+            for training in self._trainings.values():
+                # A model may have an optimizer that it does not use.
+                training.end(warns=training.has_steps or not has_steps)
+        self._ended, self._trainings = self._ended | self._trainings, {}
 
-    def _settings(self) -> MonitorSettings:
+    def _settings(self, name: str) -> MonitorSettings:
+        """Returns the settings of the training by an optimizer; of one of several with its name."""
+        report = self.report
+        if name and report is not None:
+            report = report.with_stem(f"{report.stem}-{name}")
         return MonitorSettings(
             callback=type(self).__name__,
             recorded=self.recorded,
-            log_dir=self.log_dir,
+            log_dir=self.log_dir and self.log_dir / name,
             every_n_steps=self.every_n_steps,
             variables=self.variables,
             replay=self.replay,
@@ -249,16 +263,20 @@ class Monitor(keras.callbacks.Callback):
             on_nonfinite=self.on_nonfinite,
             patience=self.patience,
             log_norms=self.log_norms,
-            report=self.report,
+            report=report,
         )
 
     def _add_to(self, logs: Logs) -> None:
-        if self._training and logs is not None:
-            logs.update(self._training.recorder.logged)
+        if logs is None:
+            return
+        for name, training in self._trainings.items():
+            for key, value in training.recorder.logged.items():
+                is_of_each = len(self._trainings) > 1 and key in RECORDED
+                logs[f"{key}/{name}" if is_of_each else key] = value
 
     def _stop(self) -> None:
-        training, self._training = self._training, None
-        if training:
+        trainings, self._trainings = self._trainings, {}
+        for training in trainings.values():
             with contextlib.suppress(Exception):
                 training.close()
 
@@ -281,16 +299,21 @@ class Monitor(keras.callbacks.Callback):
                 f" {user_messages.one_line(error)}. The training continues."
             )
 
-    def _has_optimizer(self) -> bool:
-        """Whether there is an optimizer to read. If not, logs once per model what gives records.
+    def _watched_optimizers(self) -> dict[str, LossScaleOptimizer]:
+        """Returns the optimizers to read, by name.
+
+        If there is none, logs once per model what gives records.
 
         Raises:
-            ValueError: If the model computes in float16 and the optimizer is not a
+            ValueError: If the model computes in float16 and no optimizer is a
                 `kmp.LossScaleOptimizer`.
         """
-        used: Any = self.optimizer
-        if isinstance(used, LossScaleOptimizer):
-            return True
+        if self._optimizer is not None:
+            return {"optimizer": self._optimizer}
+        found = trained_optimizers(self.model)
+        if found:
+            return {re.sub(r"\W+", "_", name).strip("_"): each for name, each in found.items()}
+        used = getattr(self.model, "optimizer", None)
         dtypes = compute_dtypes(self.model)
         name = "None" if used is None else _qualified_name(used)
         computes = f"The model computes in {' and '.join(sorted(dtypes))}"
@@ -299,7 +322,8 @@ class Monitor(keras.callbacks.Callback):
             raise ValueError(
                 f"{type(self).__name__} needs a kmp.LossScaleOptimizer, but {facts}. Compile the"
                 " model after kmp.enable() and without auto_scale_loss=False, or with"
-                " kmp.LossScaleOptimizer(opt)."
+                " kmp.LossScaleOptimizer(opt). If the model sets `self.optimizer` itself, write"
+                " self.optimizer = kmp.wrap(opt)."
             )
         if self.model not in _logged_models:
             _logged_models.add(self.model)
@@ -309,7 +333,7 @@ class Monitor(keras.callbacks.Callback):
                 "    model.compile(kmp.wrap('adam'), ...)",
                 facts,
             )
-        return False
+        return {}
 
 
 def _qualified_name(value: Any) -> str:

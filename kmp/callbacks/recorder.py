@@ -24,7 +24,7 @@ from kmp.callbacks.training_records import (
 )
 from kmp.gradients.gradient_sampler import paths_of
 from kmp.gradients.sampling_clock import NEVER
-from kmp.guarding.guarded_step import Repair, guarded_step_of
+from kmp.guarding.guarded_step import Repair, guarded_step_of, trained_optimizers
 from kmp.optimizer import LossScaleOptimizer
 from kmp.records import GradientSample, Run, Snapshot
 from kmp.records.gradient_sample import layer_of
@@ -292,8 +292,9 @@ class Recorder:
     def selected_variables(self) -> dict[str, Any]:
         """Returns the variables to sample by path; none before the model is built."""
         by_path = self._optimizer.variables_by_path()
-        is_of_model = self._optimizer is self._model.optimizer
-        if not by_path and is_of_model and self._model.built:
+        # One of several may train a part of them.
+        trains_all = list(trained_optimizers(self._model).values()) == [self._optimizer]
+        if not by_path and trains_all and self._model.built:
             variables = self._model.trainable_variables  # the first step builds the optimizer
             by_path = dict(zip(paths_of(variables), variables, strict=True))
         if self._settings.variables is None or not by_path:

@@ -16,6 +16,7 @@ from kmp.callbacks.report_writer import ReportWriter
 from kmp.callbacks.stuck_detector import Streak, StuckDetector, StuckError, explained
 from kmp.callbacks.training_records import Logs, Row
 from kmp.guarding.guarded_step import guard_train_step
+from kmp.guarding.model_optimizers import optimizers_of
 from kmp.optimizer import LossScaleOptimizer
 from kmp.records import Run, Snapshot
 from kmp.utils import user_messages
@@ -81,7 +82,7 @@ class Training:
         settings, model = self._settings, self._model
         if settings.on_nonfinite == nonfinite_steps.LOWER:
             nonfinite_steps.check_learning_rate(self._optimizer)
-        is_of_model = self._optimizer is model.optimizer
+        is_of_model = any(self._optimizer is each for each in optimizers_of(model).values())
         has_one_replica = model.distribute_strategy.num_replicas_in_sync == 1
         is_new = self.recorder.prepare()
         if is_of_model:
@@ -304,12 +305,22 @@ class Training:
         if self._report:
             self._report.end_epoch()
 
-    def end(self) -> None:
-        """Replays the last batch, and completes the files."""
+    @property
+    def has_steps(self) -> bool:
+        """Whether the optimizer has taken a step in this training."""
+        return self.recorder.previous.step > self.recorder.first_step
+
+    def end(self, *, warns: bool) -> None:
+        """Replays the last batch, and completes the files.
+
+        Args:
+            warns: Whether to warn if nothing was recorded.
+        """
         self._finish_epoch()
         if self.recorder.has_trained:
             self._replay(is_last=True)
-            self.recorder.warn_if_nothing_was_recorded()
+            if warns:
+                self.recorder.warn_if_nothing_was_recorded()
         self.close()
         self._ended_at = self.recorder.previous.step
         if self._report:

@@ -23,7 +23,7 @@ from kmp.backend.keras_internals import (
 )
 from kmp.backend.layer_graph import next_layers
 from kmp.gradients.gradient_sampler import paths_of
-from kmp.guarding.guarded_step import has_keras_step, is_built
+from kmp.guarding.guarded_step import guarded_step_of, has_keras_step, is_built
 from kmp.guarding.model_optimizers import all_optimizers_of
 from kmp.optimizer import LossScaleOptimizer
 from kmp.records import Snapshot
@@ -89,12 +89,14 @@ def _settings_of_optimizer(optimizer: LossScaleOptimizer) -> Row:
 
 
 def _settings_of_model(model: keras.Model) -> Row:
+    guard = guarded_step_of(model)
     return {
         "model": model.name,
         "policy": model.dtype_policy.name,
         "policy_in_force": keras.config.dtype_policy().name,
         "compute_dtypes": sorted(compute_dtypes(model)),
         "train_step": "keras" if has_keras_step(model) else "custom",
+        "in_fit": guard is not None and guard.has_run,
         "replicas": model.distribute_strategy.num_replicas_in_sync,
         "steps_per_execution": model.steps_per_execution,
     }

@@ -235,8 +235,11 @@ def make_train_function_patch(original: Callable[..., None]) -> Callable[..., No
             is_new = guard_train_step(self)
             exact_indices.keep_all_exact(self)  # of a model that was loaded without `enable`
         if self.train_function is None or force or is_new:
-            for optimizer in optimizers_of(self).values():  # maybe from before there were layers
-                follow_model(optimizer, _computes_in_float16(self))
+            computes_in_float16 = _computes_in_float16(self)
+            for optimizer in optimizers_of(self).values():
+                # One that was assigned before the model had its layers.
+                if optimizer.rule.scales_loss != computes_in_float16:
+                    follow_model(optimizer, computes_in_float16)
         previous = self.train_function
         original(self, force or is_new)
         if self.train_function is not previous:

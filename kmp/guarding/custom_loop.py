@@ -76,5 +76,6 @@ def _captures_of(
     """Yields the captures of batches of models that this optimizer trains under callbacks."""
     for layer in layers:
         step = guarded_step_of(layer) if isinstance(layer, keras.Model) else None
-        if step and step.capture and step.capture.optimizer is optimizer:
-            yield step.capture
+        capture = step.capture_of(optimizer) if step else None
+        if capture:
+            yield capture

@@ -42,6 +42,19 @@ def has_keras_step(model: keras.Model) -> bool:
     return own_step is None and str(module).startswith("keras.")
 
 
+def trained_optimizers(model: keras.Model) -> dict[str, LossScaleOptimizer]:
+    """Returns the `LossScaleOptimizer`s that the training step of a model uses, by name.
+
+    Keras' own step uses the one that the model is compiled with. One of the user's may use those in
+    attributes; then not the one that `compile` created because it got none.
+    """
+    found = optimizers_of(model)
+    if has_keras_step(model):
+        return {name: each for name, each in found.items() if each is model.optimizer}
+    chosen = {name: each for name, each in found.items() if each.is_passed or each.built}
+    return chosen or found
+
+
 def is_built(model: keras.Model) -> bool:
     """Whether a model and all its layers are built."""
     return all(layer.built for layer in sublayers(model))
@@ -69,7 +82,8 @@ class GuardedTrainStep:
 
     Attributes:
         own_step: The `train_step` that was set on the model itself, not on its class, or `None`.
-        capture: Keeps a batch, if a callback sets it; used from the next trace on.
+        captures: Each keeps a batch for a callback, by optimizer; used from the next trace on.
+        has_run: Whether `fit` has called it, so that no other loop trains the model.
         repairs: The repairs of the model, which each callback of a training records.
         beside: The layers beside the model that its step calls, as in the loss; of the last trace.
         has_repaired_layers: Whether a repair, of this model or of another one, has set some of its
@@ -78,7 +92,8 @@ class GuardedTrainStep:
 
     def __init__(self, model: keras.Model) -> None:
         self.own_step = vars(model).get("train_step")
-        self.capture: BatchCapture | None = None
+        self.captures: list[BatchCapture] = []
+        self.has_run = False
         self.repairs: list[Repair] = []
         self.has_repaired_layers = False
         self.beside: list[keras.Layer] = []
@@ -94,9 +109,10 @@ class GuardedTrainStep:
         # A later `fit` may have batches of another structure, for which the function is traced
         # again.
         is_prepared = self._prepared is not None and self._prepared() is iterator
-        if self.capture and spec is not None and not is_prepared:
+        if self.captures and spec is not None and not is_prepared:
             self._prepared = weakref.ref(iterator)
-            self.capture.prepare(spec, self._model.jit_compile)
+            for capture in self.captures:
+                capture.prepare(spec, self._model.jit_compile)
         self._metrics.begin_execution()
 
     def _create_variables(self, batch_spec: Any) -> None:
@@ -137,10 +153,23 @@ class GuardedTrainStep:
         self._metrics.end_step(metrics_before, is_nonfinite, compiles_steps(optimizers))
         return self._metrics.with_loss_of_execution(logs, is_nonfinite)
 
+    def capture_of(self, optimizer: LossScaleOptimizer) -> BatchCapture | None:
+        """Returns what keeps batches of the steps of an optimizer, if a callback has set it."""
+        found = (each for each in self.captures if each.optimizer is optimizer)
+        return next(found, None)
+
+    def add_capture(self, capture: BatchCapture) -> None:
+        """Keeps batches for a callback, and drops what does so for optimizers of before."""
+        trained = set(map(id, optimizers_of(self._model).values()))
+        kept = [each for each in self.captures if id(each.optimizer) in trained]
+        self.captures = [*kept, capture]
+
     def _run(self, data: Any) -> Any:
         step = self.own_step or self._class_step
-        watching = self.capture.watch(data) if self.capture else contextlib.nullcontext()
-        with outermost_calls() as called, watching:
+        self.has_run = True
+        with outermost_calls() as called, contextlib.ExitStack() as stack:
+            for capture in self.captures:
+                stack.enter_context(capture.watch(data))
             logs = step(data)
         own = set(map(id, sublayers(self._model)))
         self.beside = [layer for key, layer in called.items() if key not in own]

@@ -124,7 +124,6 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
     follows_model: bool = False
     # Whether a program chose it: `compile` creates one if it is called without an optimizer.
     is_passed: bool = True
-    _update_method = "apply"
 
     def __init__(
         self,
@@ -169,6 +168,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         self.inner_state = InnerState(inner)
         self.step_monitor = StepMonitor(requires_scaling=rule.scales_loss)
         self.sampler = GradientSampler(lambda: self.counters.read_counts().step)
+        self._update_method = "apply"  # what the user called
         self._compiled_step: Any = None
         if jit_compile:
             self._compiled_step = tf.function(self._step, jit_compile=True, autograph=False)

@@ -101,11 +101,14 @@ class TrainStep:
         optimizers: The optimizers whose updates it computes.
         kind: `"keras"`, `"user"` for one of the user's own, or `"loop"` for that of a training loop
             with the gradients of the outputs in place of the loss: see `loop_step`.
+        watched: The optimizer whose losses are passed backward, where each has its own, as in a
+            GAN; `None` for all.
     """
 
     run: Callable[[Any], Any] | None
     optimizers: Sequence[keras.optimizers.Optimizer]
     kind: Literal["keras", "user", "loop"] = "keras"
+    watched: LossScaleOptimizer | None = None
 
     @property
     def is_custom(self) -> bool:
@@ -275,6 +278,7 @@ class Passes:
             factor,
             read_scale=factor if self.read_scale is None else self.read_scale,
             ends_step=not step.is_custom,
+            watched=step.watched,
         )
         operations = OperationWatch(marks, received, self.deadline, finds_nonfinite=watch)
         checked = weights_unchanged(model) if step.is_of_user else contextlib.nullcontext()

@@ -262,12 +262,9 @@ def test_each_optimizer_of_a_gan_is_logged_into_its_own_folder(gan, tmp_path):
 
 
 def test_callbacks_warn_if_their_optimizer_takes_no_step(gan):
-    with pytest.warns(UserWarning, match="took no step") as caught:
-        fit_gan(gan, [LossScaleLogger(), *without_replays(every_n_steps=2)])
-    assert any(
-        "LossScaleLogger: the optimizer it reads took no step" in str(each.message)
-        for each in caught
-    )
+    other = kmp.wrap("sgd")
+    with pytest.warns(UserWarning, match="LossScaleLogger: the optimizer it reads took no step"):
+        fit_gan(gan, [LossScaleLogger(optimizer=other), *without_replays(every_n_steps=2)])
     assert [optimizer.snapshot().step for optimizer in gan.optimizers.values()] == [10, 10]
 
 

@@ -260,4 +260,4 @@ def test_metric_that_is_always_nan_costs_no_reads(monkeypatch):
         reads.clear()
         assert reports(model, data([], 64), Monitor(replay=False)) == []
         counts.append(len(reads))
-    assert counts[0] == counts[1] < 20
+    assert counts[0] == counts[1] < 50

@@ -20,14 +20,17 @@ ROWS = 64
 
 
 class Mixed(keras.layers.Layer):
-    """Adds the float32 result of a sublayer to float16, which raises an error."""
+    """Adds the result of a sublayer, and raises an error if that has another dtype."""
 
     def __init__(self, **kwargs):
         super().__init__(**kwargs)
         self.cube = Cube(name="cube")
 
     def call(self, x):
-        return tf.add(self.cube(x), x)
+        cubed = self.cube(x)
+        if cubed.dtype != x.dtype:
+            raise TypeError("two dtypes")
+        return cubed + x
 
 
 def overflowing(layer=None, mode="eager", build=None):

@@ -84,7 +84,7 @@ def test_weight_that_overflows_in_16_bits_stays_float32():
 
 @keras.saving.register_keras_serializable(package="tests.overflow")
 class Adds(layers.Layer):
-    """Adds the outputs of two sublayers, with an operator that takes one dtype only."""
+    """Adds the outputs of two sublayers, and raises an error if these have two dtypes."""
 
     def __init__(self, **kwargs):
         super().__init__(**kwargs)
@@ -98,7 +98,10 @@ class Adds(layers.Layer):
         self.small.build(shape)
 
     def call(self, inputs):
-        return ops.tanh(self.big(inputs) + self.small(inputs))
+        big, small = self.big(inputs), self.small(inputs)
+        if big.dtype != small.dtype:
+            raise TypeError("two dtypes")
+        return ops.tanh(big + small)
 
     def compute_output_shape(self, shape):
         return shape

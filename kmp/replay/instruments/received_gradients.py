@@ -33,6 +33,7 @@ class ReceivedGradients:
         optimizers: The optimizers of the training step.
         factor: What to multiply the loss by.
         read_scale: What the training step reads as `loss_scale` of an optimizer.
+        watched: The optimizer whose losses count, and are passed backward; `None` for all.
         ends_step: Whether to raise `StepIsDone` when all optimizers that scale the loss have their
             gradients.
 
@@ -51,6 +52,7 @@ class ReceivedGradients:
         *,
         read_scale: float,
         ends_step: bool,
+        watched: LossScaleOptimizer | None = None,
     ) -> None:
         self.factor, self.read_scale = factor, read_scale
         self.has_read_scale = False
@@ -58,7 +60,7 @@ class ReceivedGradients:
         self.is_backward = False
         self.losses: list[float] = []
         self.gradients: dict[int, Any] = {}
-        self._optimizers = optimizers
+        self._optimizers, self.watched = optimizers, watched
         self._ends_step = ends_step
         scaling = (each for each in optimizers if isinstance(each, LossScaleOptimizer))
         self._waiting = set(map(id, scaling))
@@ -120,6 +122,8 @@ class _Receiver:
         self._received.is_backward = True
         loss = tf.convert_to_tensor(loss)
         loss = tf.cast(loss, keras.backend.result_type(loss.dtype.name, FLOAT32.name))
+        if self._received.watched not in (None, self._optimizer):
+            return loss * tf.zeros_like(loss)
         self._received.losses.append(float(np.mean(loss.numpy())))
         return loss * tf.cast(self._received.factor, loss.dtype)
 
