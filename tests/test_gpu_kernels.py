@@ -9,6 +9,7 @@ from gpu_kernels import GPU, Copy, place
 import kmp
 from kmp.backend import tensorflow_internals, xla
 from kmp.gradients.tensor_statistics import gradient_statistics, update_statistics
+from kmp.replay.instruments.other_precision import computing_in
 
 pytestmark = pytest.mark.skipif(
     not tf.test.is_built_with_cuda(),
@@ -107,7 +108,7 @@ def test_xla_has_a_gpu_kernel_for_every_operation_of_a_step(option, xla_on_gpu):
         assert place(training_step(model, jit_compile=True), XLA_GPU).without_kernel == {}
 
 
-@pytest.mark.parametrize("policy", ["float32", "mixed_float16", "mixed_bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 @pytest.mark.parametrize(
     "cls",
     [
@@ -118,8 +119,8 @@ def test_xla_has_a_gpu_kernel_for_every_operation_of_a_step(option, xla_on_gpu):
         ),
     ],
 )
-def test_normalization_runs_on_the_device_in_both_directions(cls, policy):
-    with kmp.enable(policy):
+def test_normalization_runs_on_the_device_in_both_directions(cls, dtype):
+    with kmp.enable("mixed_bfloat16" if dtype == "bfloat16" else "mixed_float16"):
         layer = cls(groups=4) if cls is keras.layers.GroupNormalization else cls()
     layer.build((None, 4, 4, 8))
     is_batch = issubclass(cls, keras.layers.BatchNormalization)
@@ -131,10 +132,9 @@ def test_normalization_runs_on_the_device_in_both_directions(cls, policy):
         return tape.gradient(y, [x, *(weight.value for weight in layer.trainable_weights)])
 
     for rows in (8, None):
-        dtype = policy.removeprefix("mixed_")
-        function = tf.function(step, autograph=False).get_concrete_function(
-            tf.TensorSpec([rows, 4, 4, 8], dtype)
-        )
+        spec = tf.TensorSpec([rows, 4, 4, 8], dtype)
+        with computing_in(dtype, [layer]):  # float32 as in a pass of a replay
+            function = tf.function(step, autograph=False).get_concrete_function(spec)
         placement = place(function)
         assert "FusedBatchNormGradV3" in {
             operation.type for operation in function.graph.get_operations()

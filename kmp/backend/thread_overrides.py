@@ -113,6 +113,14 @@ def dtype_policies_replaced(
         yield
 
 
+def dtype_outside_of_passes(layer: keras.Layer) -> str:
+    """Returns the dtype in which a layer computes, whatever this thread has in its place."""
+    policy = vars(layer)["_dtype_policy"]
+    if isinstance(policy, keras.dtype_policies.DTypePolicyMap):
+        policy = policy[layer.path]
+    return str(policy.compute_dtype)
+
+
 def variable_dtype_replaced(variable: keras.Variable, dtype: str) -> Context[None]:
     """Sets the dtype to which Keras converts what this thread assigns to a variable.
 

@@ -6,8 +6,10 @@ twenty kernels. TensorFlow has one kernel with 16-bit inputs and outputs and flo
 normalize together a channel of their own.
 
 Under XLA, which fuses Keras' operations itself, and in all cases that the kernel does not support,
-Keras' code runs. Source: Micikevicius et al., "Mixed Precision Training" (ICLR 2018), section 3.3:
-read and write float16 tensors, and compute in float32.
+Keras' code runs. So it does in layers of float32: a run in float32 is what others are compared
+with, and computes bit for bit what it does without kmp. Source: Micikevicius et al., "Mixed
+Precision Training" (ICLR 2018), section 3.3: read and write float16 tensors, and compute in
+float32.
 """
 
 import math
@@ -19,6 +21,8 @@ import keras
 import tensorflow as tf
 
 from kmp.backend import xla
+from kmp.backend.thread_overrides import dtype_outside_of_passes
+from kmp.utils.float_formats import DTYPES_16_BIT
 
 _DTYPES = ("float16", "bfloat16", "float32")
 # With a variance of 1 - epsilon, the kernel divides by exactly 1.
@@ -164,12 +168,15 @@ _FUSED_CALLS: dict[type, Callable[..., Any]] = {
 
 
 def _is_supported(layer: keras.Layer, inputs: Any) -> bool:
-    """Whether the kernel takes this dtype, and is faster than XLA's code of Keras' operations."""
-    is_dense = (
-        isinstance(inputs, tf.Tensor) and inputs.shape.rank is not None and inputs.shape.rank >= 2
-    )
-    has_kernel = is_dense and inputs.dtype.name in _DTYPES and layer.compute_dtype in _DTYPES
-    return has_kernel and not xla.is_tracing()
+    """Whether the layer is one of 16 bits, outside of XLA, and the kernel takes its inputs.
+
+    A pass of a replay in float32 uses the kernel too: its gradients are compared with those of the
+    training, and those of a gradient penalty differ between Keras' code and the kernel.
+    """
+    if xla.is_tracing() or dtype_outside_of_passes(layer) not in DTYPES_16_BIT:
+        return False
+    is_dense = isinstance(inputs, tf.Tensor) and inputs.dtype.name in _DTYPES
+    return is_dense and inputs.shape.rank is not None and inputs.shape.rank >= 2
 
 
 def _channels(inputs: tf.Tensor, axis: int) -> _Channels | None:

@@ -1,4 +1,6 @@
+import contextlib
 import copy
+import functools
 
 import keras
 import numpy as np
@@ -8,10 +10,12 @@ from keras import layers
 
 import kmp
 from kmp.layers.fused_normalization import fuse_normalization, unfuse_normalization
+from kmp.replay.instruments.other_precision import computing_in
 
 # The largest difference from Keras' layers, relative to the largest value: float32's last bits, or
-# two roundings.
-TOLERANCE = {"float32": 3e-5, "mixed_float16": 2e-3, "mixed_bfloat16": 1.6e-2}
+# two roundings. The kernel computes in float32 in a pass of a replay of a layer in 16 bits.
+FLOAT32_PASS = "mixed_float16 in a float32 pass"
+TOLERANCE = {FLOAT32_PASS: 3e-5, "mixed_float16": 2e-3, "mixed_bfloat16": 1.6e-2}
 POLICIES = list(TOLERANCE)
 NEEDS_RENORM = pytest.mark.skipif(
     not hasattr(layers.BatchNormalization(), "renorm"), reason="Keras has it starting with 3.14"
@@ -46,7 +50,7 @@ OTHER_CASES = [
 
 def pair(cls, arguments, shape, policy):
     """Returns a layer of Keras and one with the fused kernel, with equal new weights."""
-    random = np.random.default_rng(1)
+    random, policy = np.random.default_rng(1), policy.partition(" ")[0]
     plain, fused = cls(dtype=policy, **arguments), cls(dtype=policy, **arguments)
     fuse_normalization(fused)
     for layer in (plain, fused):
@@ -59,11 +63,17 @@ def pair(cls, arguments, shape, policy):
 
 
 def data(shape, policy):
-    random, dtype = np.random.default_rng(0), policy.removeprefix("mixed_")
+    random = np.random.default_rng(0)
+    dtype = "float32" if policy == FLOAT32_PASS else policy.removeprefix("mixed_")
     return [
         tf.cast(random.normal(mean, deviation, shape), dtype)
         for mean, deviation in ((2, 3), (0, 1))
     ]
+
+
+def pass_over(layer, x):
+    """Returns the context in which a layer computes in the dtype of its inputs."""
+    return computing_in("float32", [layer]) if x.dtype == "float32" else contextlib.nullcontext()
 
 
 def outputs_of(layer, x, upstream, in_graph, **options):
@@ -80,8 +90,10 @@ def outputs_of(layer, x, upstream, in_graph, **options):
         run = tf.function(
             run, autograph=False, input_signature=[tf.TensorSpec([None, *x.shape[1:]], x.dtype)]
         )
+    with pass_over(layer, x):
+        outputs = run(x)
     states = [weight.value for weight in layer.non_trainable_weights]
-    return [tf.cast(each, "float32").numpy() for each in (*run(x), *states)]
+    return [tf.cast(each, "float32").numpy() for each in (*outputs, *states)]
 
 
 def assert_equal(plain, fused, policy):
@@ -165,7 +177,7 @@ def test_keras_own_code_runs_where_the_kernel_cannot(arguments, shape, options):
 
 @pytest.mark.parametrize("cls", [layers.BatchNormalization, kmp.layers.BatchNormalization])
 def test_batch_without_rows_leaves_the_statistics_unchanged(cls):
-    layer = cls()
+    layer = cls(dtype="mixed_float16")
     fuse_normalization(layer)
     layer.build((None, 3))
     call = tf.function(
@@ -185,11 +197,11 @@ def test_second_derivatives_equal_those_of_keras():
         OTHER_CASES[5],
         OTHER_CASES[9],
     ):
-        x, _ = data(shape, "float32")
+        x, _ = data(shape, FLOAT32_PASS)
         found = []
-        for layer in pair(cls, arguments, shape, "float32"):
+        for layer in pair(cls, arguments, shape, FLOAT32_PASS):
             options = {"training": True} if cls is layers.BatchNormalization else {}
-            with tf.GradientTape() as outer:
+            with pass_over(layer, x), tf.GradientTape() as outer:
                 outer.watch(x)
                 with tf.GradientTape() as inner:
                     inner.watch(x)
@@ -232,6 +244,43 @@ def test_layers_under_enable_and_of_converted_models_are_fused_and_saved_as_thos
     np.testing.assert_array_equal(twin(x), model.layers[0](x))
     unfuse_normalization(model.layers[0])
     assert not is_fused(model.layers[0])
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        layers.BatchNormalization,
+        layers.LayerNormalization,
+        functools.partial(layers.GroupNormalization, 3),
+        layers.RMSNormalization,
+    ],
+)
+def test_float32_run_under_enable_has_the_weights_of_one_without_kmp_bit_for_bit(make):
+    x = np.random.default_rng(0).normal(2.0, 3.0, (32, 6)).astype("float32")
+
+    def trained(context):
+        keras.utils.set_random_seed(0)
+        with context:
+            model = keras.Sequential([keras.Input((6,)), layers.Dense(6), make(), layers.Dense(1)])
+            model.compile(keras.optimizers.Adam(0.1), "mse", jit_compile=False)
+            model.fit(x, x[:, :1], batch_size=8, verbose=0)
+        return model.get_weights()
+
+    plain, watched = trained(contextlib.nullcontext()), trained(kmp.enable("float32"))
+    for one, other in zip(plain, watched, strict=True):
+        np.testing.assert_array_equal(other, one)
+
+
+@pytest.mark.parametrize("cls", [layers.RMSNormalization, layers.BatchNormalization])
+def test_float32_layer_in_a_mixed_model_computes_as_that_of_keras(cls):
+    plain = cls(dtype="float32")
+    with kmp.enable():
+        model = keras.Sequential([keras.Input((6,)), layers.Dense(6), cls(dtype="float32")])
+    x = np.random.default_rng(0).normal(2.0, 3.0, (32, 6)).astype("float32")
+    hidden = tf.cast(model.layers[0](x), "float32")
+    options = {"training": True} if cls is layers.BatchNormalization else {}
+    expected = plain(hidden, **options)
+    np.testing.assert_array_equal(model(x, training=True), expected)
 
 
 def test_unknown_channels_and_other_dtypes_are_left_to_keras():
@@ -280,10 +329,10 @@ def test_weight_gradients_of_a_gradient_penalty_are_those_of_finite_differences(
             random.normal(size=(6, 6)).astype("float32"),
             tf.constant(random.normal(size=(4, 6)), tf.float32),
         )
-        _, norm = pair(cls, {"epsilon": 1e-2}, (4, 6), "float32")
+        _, norm = pair(cls, {"epsilon": 1e-2}, (4, 6), FLOAT32_PASS)
 
         def penalty(kernel, x=x, norm=norm):
-            with tf.GradientTape() as tape:
+            with pass_over(norm, x), tf.GradientTape() as tape:
                 tape.watch(x)
                 loss = tf.reduce_sum(tf.sin(norm(tf.matmul(x, kernel))))
             return tf.reduce_sum(tape.gradient(loss, x) ** 2)
