@@ -1,4 +1,4 @@
-"""Runs Keras' own tests of `LossScaleOptimizer`, which its wheel includes, on kmp's class."""
+"""Runs Keras' own tests of optimizers, which its wheel includes, with kmp."""
 
 import unittest
 
@@ -6,20 +6,31 @@ import pytest
 
 import kmp
 
-NAME = "keras.src.optimizers.loss_scale_optimizer_test"
+REASON = "the wheels of early Keras 3 versions do not include the tests"
+OPTIMIZERS = "keras.src.optimizers"
 loss_scale_optimizer_test = pytest.importorskip(
-    NAME, reason="the wheels of early Keras 3 versions do not include the tests"
+    f"{OPTIMIZERS}.loss_scale_optimizer_test", reason=REASON
 )
+optimizer_test = pytest.importorskip(f"{OPTIMIZERS}.optimizer_test", reason=REASON)
+
+
+def run(module):
+    result = unittest.TestResult()
+    unittest.defaultTestLoader.loadTestsFromModule(module).run(result)
+    assert not result.failures + result.errors
+    assert result.testsRun > 20
 
 
 # They apply gradients without a loss.
 @pytest.mark.filterwarnings("ignore:.*did not go through `scale_loss`")
 # Keras' tests use features that NumPy 2 deprecates.
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_keras_own_tests_pass(monkeypatch):
+def test_keras_own_tests_of_the_loss_scale_optimizer_pass_on_that_of_kmp(monkeypatch):
     monkeypatch.setattr(loss_scale_optimizer_test, "LossScaleOptimizer", kmp.LossScaleOptimizer)
-    suite = unittest.defaultTestLoader.loadTestsFromModule(loss_scale_optimizer_test)
-    result = unittest.TestResult()
-    suite.run(result)
-    assert not result.failures + result.errors
-    assert result.testsRun > 20
+    run(loss_scale_optimizer_test)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_keras_own_tests_of_optimizers_pass_in_a_watched_float32_run():
+    with kmp.enable("float32"):
+        run(optimizer_test)

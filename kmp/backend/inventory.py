@@ -223,6 +223,15 @@ PATCHES = (
         link="Files of a plain optimizer and of a wrapped one",
     ),
     Patch(
+        owner="tensorflow:train.Checkpoint",
+        name="__init__",
+        make=f"{_PATCHES}:checkpoint_patch",
+        when=(Reason.ENABLED, Reason.IN_USE),
+        promise="`tf.train.Checkpoint(model, optimizer=...)` takes the optimizer of `compile`",
+        since="TensorFlow 2.18",
+        link="Files of a plain optimizer and of a wrapped one",
+    ),
+    Patch(
         owner="keras.src.legacy.saving.legacy_h5_format",
         name="save_model_to_hdf5",
         make=f"{_PATCHES}:save_h5_patch",

@@ -7,6 +7,7 @@ not compiled under `enable`, and after `disable`.
 import contextlib
 import functools
 import inspect
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from typing import Any
@@ -165,6 +166,25 @@ def _saved_optimizer(optimizer: Any) -> Any:
         return optimizer
     is_plain = optimizer.follows_model and not optimizer.rule.scales_loss
     return optimizer.inner_optimizer if is_plain else optimizer
+
+
+def checkpoint_patch(original: Callable[..., None]) -> Callable[..., None]:
+    """Patches `tf.train.Checkpoint` to take the optimizer that the user's `compile` got.
+
+    TensorFlow refuses it beside a root that has its wrapper under the same name.
+    """
+
+    @functools.wraps(original)
+    def init(self: Any, root: Any = None, **kwargs: Any) -> None:
+        # TensorFlow takes a weak reference to a root too.
+        owner = root() if isinstance(root, weakref.ref) else root
+        for name, given in kwargs.items():
+            own = getattr(owner, name, None)
+            if isinstance(own, LossScaleOptimizer) and own.inner_optimizer is given:
+                kwargs[name] = own
+        original(self, root, **kwargs)
+
+    return init
 
 
 def save_h5_patch(original: Callable[..., None]) -> Callable[..., None]:

@@ -245,6 +245,33 @@ def test_checkpoint_has_the_plain_optimizer_and_the_counters(is_root, tmp_path):
         assert watched.optimizer.snapshot().step == 2
 
 
+@pytest.mark.parametrize("policy", ["float32", "mixed_float16"])
+def test_checkpoint_of_a_model_takes_the_optimizer_that_compile_got(policy, tmp_path):
+    def checkpoint():
+        optimizer = keras.optimizers.Adam(0.5)
+        model = model_of_checkpoint(optimizer)
+        assert model.optimizer.inner_optimizer is optimizer
+        return model, tf.train.Checkpoint(model, optimizer=optimizer)
+
+    with kmp.enable(policy):
+        saved, written = checkpoint()
+        fit(saved, batches=2)
+        path = written.save(str(tmp_path / "x"))
+        fresh, read = checkpoint()
+        read.restore(path).assert_existing_objects_matched()
+        other = keras.optimizers.Adam()
+        with pytest.raises(ValueError, match="optimizer already exists"):
+            tf.train.Checkpoint(fresh, optimizer=other)
+    assert_equal(values(saved.weights), values(fresh.weights))
+    assert_equal(inner_state(saved), inner_state(fresh))
+    assert fresh.optimizer.snapshot().step == 2
+    if policy == "float32":  # such a checkpoint is that of a plain run
+        optimizer = keras.optimizers.Adam(0.5)
+        plain = model_of_checkpoint(optimizer, auto_scale_loss=False)
+        tf.train.Checkpoint(plain, optimizer=optimizer).read(path).expect_partial()
+        assert_equal(inner_state(saved), inner_state(plain))
+
+
 @pytest.mark.parametrize("is_built_later", [False, True])
 @pytest.mark.parametrize(
     "policies", [("mixed_bfloat16", "mixed_float16"), ("mixed_float16", "float32")]
