@@ -123,7 +123,7 @@ PATCHES = (
         owner="keras:Layer",
         name="__init__",
         make=f"{_PATCHES}:layer_init_patch",
-        when=(Reason.ENABLED, Reason.CONVERSION),
+        when=(Reason.ENABLED, Reason.CONVERSION, Reason.IN_USE),
         promise="layers that go wrong in 16 bits stay float32, and normalization is fused",
         link="No hook at the end of a layer's constructor",
     ),

@@ -17,6 +17,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from kmp.backend import marked_policy
 from kmp.backend.private_names import attribute, find, required
 from kmp.backend.undo import Undos
 from kmp.utils.float_formats import DTYPES_16_BIT, FLOAT32
@@ -446,7 +447,7 @@ def float32_policy(layer: keras.Layer) -> keras.DTypePolicy:
     if isinstance(policy, keras.dtype_policies.DTypePolicyMap):
         policy = policy[layer.path]
     if policy.quantization_mode is None:
-        return keras.DTypePolicy(FLOAT32.name)
+        return marked_policy.renamed(policy, FLOAT32.name)
     return type(policy).from_config({**policy.get_config(), "source_name": FLOAT32.name})
 
 

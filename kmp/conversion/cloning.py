@@ -8,6 +8,7 @@ from typing import Any
 import keras
 
 from kmp import layers
+from kmp.backend import marked_policy
 from kmp.backend.keras_internals import global_policy, sublayers
 from kmp.conversion.config_references import References
 from kmp.conversion.layer_state import Pair, copy_state
@@ -55,9 +56,12 @@ def clone_model(
         random.setstate(random_state)
     pairs = list(cloning.pairs(model, clone))
     cloning.set_policies(pairs)  # of sublayers that are created in `build`
-    set_normalization = fuse_normalization if plan else unfuse_normalization
     for layer in sublayers(clone):
-        set_normalization(layer)
+        if plan:
+            fuse_normalization(layer)
+            marked_policy.mark(layer)
+        else:
+            unfuse_normalization(layer)
     copy_state(model, clone, pairs)
     return clone, {
         cloning.path_of(original): copy for original, copy in pairs if original is not model

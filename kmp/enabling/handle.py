@@ -143,9 +143,9 @@ def disable() -> None:
     """Restores the policy of each thread from before the first `enable`, and removes its patches.
 
     Models compiled under `enable` keep their optimizer and train as before: while such a model, a
-    `kmp.LossScaleOptimizer`, or a look-up layer that was created under `enable` is alive, the
-    patches that these need stay, and act on these only. A `disable` after they are gone removes the
-    last patch.
+    `kmp.LossScaleOptimizer`, or a look-up layer that was created under `enable` or loaded from such
+    a model's file is alive, the patches that these need stay, and act on these only. A `disable`
+    after they are gone removes the last patch.
 
     Example:
     >>> handle = enable()

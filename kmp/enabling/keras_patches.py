@@ -15,7 +15,7 @@ from weakref import WeakKeyDictionary, WeakSet
 
 import keras
 
-from kmp.backend import keras_internals
+from kmp.backend import keras_internals, marked_policy
 from kmp.backend.keras_internals import compute_dtypes
 from kmp.backend.patching import patches
 from kmp.enabling import exact_indices, misuse_warnings
@@ -395,20 +395,37 @@ def _adding_first(callbacks: Any) -> Any:
 
 
 def layer_init_patch(original: Callable[..., None]) -> Callable[..., None]:
-    """Patches `__init__` of layers, for those that need another policy or `call` in 16 bits."""
+    """Patches `__init__` of layers, for those that need another policy or `call` in 16 bits.
+
+    Those of a file that have a policy of kmp get back what they had when they were saved.
+    """
 
     @functools.wraps(original)
     def init(self: keras.Layer, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)
-        if active:
+        is_of_kmp = marked_policy.is_marked(self)
+        is_converted = selected_classes() is not None
+        if active or is_of_kmp:
             fuse_normalization(self)
-        if active or selected_classes() is not None:
+        if active or is_of_kmp or is_converted:
             exact_indices.keep_exact(self)
+        if active or is_converted:
             keep_in_float32(self)
+        if is_of_kmp or (active and _is_of_16_bits(self)):
+            marked_policy.mark(self)
 
     # Keras reads it to store the arguments of a layer.
     vars(init)["__signature__"] = inspect.signature(original)
     return init
+
+
+def _is_of_16_bits(layer: keras.Layer) -> bool:
+    """Whether a layer is one of a program in 16 bits.
+
+    A look-up in float32 is one too, because a layer around it may round its indices.
+    """
+    policies = layer.dtype_policy, keras.config.dtype_policy()
+    return any(policy.compute_dtype in DTYPES_16_BIT for policy in policies)
 
 
 def policy_read_patch(original: Callable[..., Any]) -> Callable[..., Any]:
