@@ -121,7 +121,7 @@ def _(cause: NonfiniteInFloat32, run: RunMetrics) -> Text:
         return Text(
             f"The loss is NaN or Inf, computed in {cast} whatever the dtypes of the layers are.",
             f"{failed_steps(run)}; replayed with layers in float32 it is not finite either{first}",
-            note_of_cast(cast),
+            note_of_cast(cast, run),
         )
     return Text(
         "The loss is NaN or Inf in float32 too.",

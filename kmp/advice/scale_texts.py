@@ -47,7 +47,7 @@ def _(cause: NonfiniteGradients, run: RunMetrics) -> Text:
             f"NaN or Inf in the {where}, which computes in {cast} whatever the dtypes of the layers"
             " are.",
             evidence,
-            note_of_cast(cast),
+            note_of_cast(cast, run),
         )
     if cause.is_slope:
         return Text(

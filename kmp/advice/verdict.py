@@ -9,6 +9,8 @@ from kmp.diagnosis import INFO, RunMetrics, soundness, thresholds
 from kmp.records.replay import GradientError
 from kmp.utils.float_formats import FLOAT16, FLOAT32, as_power
 
+_MOST_LINES = 5
+
 
 def verdict(run: RunMetrics, findings: Sequence[Finding]) -> str:
     """Returns the effect of the format on a run: the first finding if that is a problem."""
@@ -24,12 +26,22 @@ def verdict(run: RunMetrics, findings: Sequence[Finding]) -> str:
     # No headline reassures beside something that was not measured.
     unknown = list(unknowns(run))
     if unknown:
-        return " ".join([not_known, f"Measured: {_measured(run)}", *unknown])
+        return " ".join([not_known, f"Measured: {_measured(run)}", *unknown]) + _promoted(run)
     harmless = f"{run.format.name} does not hurt this run"
     if run.fallback:
         layers = repaired_layers(run.fallback["fallback"], run)
         harmless = f"Since step {run.fallback['step']}, with {layers} in float32, {harmless}"
-    return f"{harmless}: {_measured(run, _norm_of_small(run))}"
+    return f"{harmless}: {_measured(run, _norm_of_small(run))}{_promoted(run)}"
+
+
+def _promoted(run: RunMetrics) -> str:
+    """Returns the lines of the program that compute in float32, because an operand is float32."""
+    lines = run.settings.get("promoted")
+    if not lines:
+        return ""
+    more = f" and {len(lines) - _MOST_LINES} more" if len(lines) > _MOST_LINES else ""
+    these = f"{'; '.join(lines[:_MOST_LINES])}{more}"
+    return f" Computed in float32, because one operand is float32: {these}."
 
 
 def _of_float32(run: RunMetrics, findings: Sequence[Finding]) -> str:

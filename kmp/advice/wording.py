@@ -97,11 +97,16 @@ def cast_by_hand(found: NonfiniteOperation | None) -> str:
     return found.dtype if found and found.dtype in DTYPES_16_BIT else ""
 
 
-def note_of_cast(dtype: str) -> str:
-    """Returns what to do about numbers that the program itself casts to a 16-bit format."""
+def note_of_cast(dtype: str, run: RunMetrics) -> str:
+    """Returns what to do about numbers that the program itself makes 16 bits."""
+    if run.settings.get("floatx") == dtype:
+        return (
+            f"keras.config.set_floatx({dtype!r}) makes numbers {dtype} there, whatever the policies"
+            " are: leave it out, and use kmp.enable(); not tried"
+        )
     return (
-        f"the program casts to {dtype} there, so that float32 layers do not help: leave out the"
-        " cast, or cast to float32; not tried"
+        f"the program computes in {dtype} there, as after a cast or with a constant of its own, so"
+        " that float32 layers do not help: cast to float32; not tried"
     )
 
 

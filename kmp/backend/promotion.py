@@ -13,10 +13,11 @@ errors.
   ValueError.
 """
 
+import contextlib
 import functools
 import logging
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -60,7 +61,19 @@ class Place(NamedTuple):
         return f"{where} ({self.operation} of {self.dtype} and float32)"
 
 
-places: dict[tuple[str, int], Place] = {}  # of this process, in the order in which they were met
+_logged: set[tuple[str, int]] = set()  # file and line
+_recorded: list[dict[tuple[str, int], Place]] = []  # of the contexts that are open
+
+
+@contextlib.contextmanager
+def promotions_recorded() -> Iterator[dict[tuple[str, int], Place]]:
+    """Yields the lines in which operands are promoted in the context, by file and line."""
+    places: dict[tuple[str, int], Place] = {}
+    _recorded.append(places)
+    try:
+        yield places
+    finally:
+        _recorded[:] = [each for each in _recorded if each is not places]
 
 
 def promote_in_calls(model: keras.Model) -> None:
@@ -178,9 +191,12 @@ def _promoted(operands: Any, operation: str, needs_float32: bool = False) -> Any
 def _note(operation: str, dtype: str) -> None:
     """Logs the line of the user's code that is promoted, once for each."""
     file, line = _line_of_user()
-    if (file, line) in places:
+    place = Place(file, line, operation, dtype)
+    for places in tuple(_recorded):
+        places.setdefault((file, line), place)
+    if (file, line) in _logged:
         return
-    place = places[file, line] = Place(file, line, operation, dtype)
+    _logged.add((file, line))
     logger.warning(
         "%s computes in float32, where TensorFlow would raise an error. To compute in %s, cast the"
         " float32 operand: tf.cast(..., %r).",

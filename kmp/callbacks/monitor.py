@@ -95,8 +95,9 @@ class Monitor(keras.callbacks.Callback):
             does not overflow, at most 16; in the first step of an epoch without such a step; and
             before this number of steps each time that they have doubled, for a short training. An
             execution of several steps keeps its last sample.
-        optimizer: The `kmp.LossScaleOptimizer` to read, for a model with several. Defaults to the
-            model's.
+        optimizer: The `kmp.LossScaleOptimizer` to read. Defaults to all that the training step of
+            the model uses: of several, as in a GAN, each has a run in `runs`, a folder in
+            `log_dir`, a report and keys of its own, such as `loss_scale/d_optimizer`.
         variables: The variables to sample: a path as in `variable.path`, a pattern with `*` and `?`
             as in a shell, such as `"*/kernel"`, or a list of these. Defaults to all.
         replay: Whether to replay batches to find what 16 bits lose, and where NaN begins.

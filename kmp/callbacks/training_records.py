@@ -93,10 +93,12 @@ def _settings_of_model(model: keras.Model) -> Row:
     return {
         "model": model.name,
         "policy": model.dtype_policy.name,
+        "floatx": keras.config.floatx(),
         "policy_in_force": keras.config.dtype_policy().name,
         "compute_dtypes": sorted(compute_dtypes(model)),
         "train_step": "keras" if has_keras_step(model) else "custom",
         "in_fit": guard is not None and guard.has_run,
+        "promoted": [str(place) for place in guard.promoted] if guard else [],
         "replicas": model.distribute_strategy.num_replicas_in_sync,
         "steps_per_execution": model.steps_per_execution,
     }

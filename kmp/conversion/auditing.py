@@ -10,6 +10,7 @@ import keras
 from kmp.advice.format_errors import FormatErrors
 from kmp.backend.jit_support import jit_compilation
 from kmp.backend.keras_internals import compute_dtypes, is_keras_class, is_passthrough
+from kmp.backend.promotion import Place, promotions_recorded
 from kmp.conversion.audit_table import Audit, Row
 from kmp.conversion.cloning import Operations, clone_model
 from kmp.conversion.measurement import (
@@ -95,18 +96,27 @@ def audit(model: keras.Model, batch: Any = None, policy: str | None = None) -> A
     keeps_dtypes = is_converted or bool(error)
     rows = [_row(part, plan, keeps_dtypes) for part in parts]
     formats: tuple[FormatErrors, ...] = ()
-    if batch is not None:
-        operations = {part.path: part.operation for part in parts}
-        rows, formats = _with_statistics(rows, model, plan, batch, operations)
+    with promotions_recorded() as promoted:
+        if batch is not None:
+            operations = {part.path: part.operation for part in parts}
+            rows, formats = _with_statistics(rows, model, plan, batch, operations)
+        traffic = step_traffic(model) if is_converted and not quantized else None
     return Audit(
         model.name,
         tuple(rows),
         plan,
         error,
-        tuple(_notes(model)),
-        step_traffic(model) if is_converted and not quantized else None,
+        (*_notes(model), *map(_note_of_promotion, promoted.values())),
+        traffic,
         jit_compilation(model),
         formats,
+    )
+
+
+def _note_of_promotion(place: Place) -> str:
+    return (
+        f"{place} computes in float32, because one operand is float32. For {place.dtype}, cast that"
+        " operand."
     )
 
 

@@ -9,6 +9,7 @@ import tensorflow as tf
 
 from kmp.backend import keras_internals
 from kmp.backend.keras_internals import sublayers
+from kmp.backend.promotion import Place, promotions_recorded
 from kmp.guarding.finite_metrics import FiniteMetrics
 from kmp.guarding.guarded_state import GuardedState, compiles_steps
 from kmp.guarding.model_optimizers import optimizers_of
@@ -85,6 +86,7 @@ class GuardedTrainStep:
         captures: Each keeps a batch for a callback, by optimizer; used from the next trace on.
         has_run: Whether `fit` has called it, so that no other loop trains the model.
         repairs: The repairs of the model, which each callback of a training records.
+        promoted: The lines of the user's code whose operands the last trace promoted to float32.
         beside: The layers beside the model that its step calls, as in the loss; of the last trace.
         has_repaired_layers: Whether a repair, of this model or of another one, has set some of its
             layers to float32.
@@ -97,6 +99,7 @@ class GuardedTrainStep:
         self.repairs: list[Repair] = []
         self.has_repaired_layers = False
         self.beside: list[keras.Layer] = []
+        self.promoted: list[Place] = []
         self._model = model
         self._metrics = FiniteMetrics(model)
         self._prepared: weakref.ref[Any] | None = None  # the iterator of the capture
@@ -167,11 +170,16 @@ class GuardedTrainStep:
     def _run(self, data: Any) -> Any:
         step = self.own_step or self._class_step
         self.has_run = True
-        with outermost_calls() as called, contextlib.ExitStack() as stack:
+        with (
+            outermost_calls() as called,
+            promotions_recorded() as promoted,
+            contextlib.ExitStack() as stack,
+        ):
             for capture in self.captures:
                 stack.enter_context(capture.watch(data))
             logs = step(data)
         own = set(map(id, sublayers(self._model)))
+        self.promoted = list(promoted.values())
         self.beside = [layer for key, layer in called.items() if key not in own]
         return logs
 

@@ -94,6 +94,10 @@ class Settings(TypedDict, total=False):
     policy_in_force: Annotated[
         Text, _is("that of Keras' global one, which a model from a file does not follow")
     ]
+    floatx: Annotated[Text, _is("`keras.config.floatx()`")]
+    promoted: Annotated[
+        Texts, _is("the lines of the program in which 16-bit operands were promoted to float32")
+    ]
     parameters: Annotated[Count, _is("the number of elements of its weights")]
     layers: Annotated[TextByPath, _is("the class of each of its layers, by path")]
     next_layers: Annotated[
@@ -115,6 +119,7 @@ class Settings(TypedDict, total=False):
         Names, _is("the paths of its trainable variables that its optimizers do not get")
     ]
     train_step: Annotated[Text, _is('`"keras"` or `"custom"`')]
+    in_fit: Annotated[bool, _is("whether `fit` runs that step, and not another loop")]
     optimizer: Annotated[Text, _is("the class of the inner optimizer")]
     is_keras_optimizer: Annotated[bool, _is("whether Keras defines that class")]
     clips: Annotated[bool, _is("whether that clips gradients")]

@@ -860,7 +860,9 @@ def test_numbers_that_the_program_itself_casts_to_float16_are_a_matter_of_precis
         row = STUCK | {"replay": replay, "nonfinite_loss_count": 0 if is_backward else 40}
         finding = advice_of(row, layers=LAYERS)[0]
         assert "in float16 whatever the dtypes of the layers are" in finding.title
-        assert "the program casts to float16 there" in finding.note
+        assert "the program computes in float16 there, as after a cast" in finding.note
+        finding = advice_of(row, layers=LAYERS, floatx="float16")[0]
+        assert "keras.config.set_floatx('float16')" in finding.note
 
 
 def test_gradients_that_float32_makes_nan_without_a_root_are_named_without_a_cure():

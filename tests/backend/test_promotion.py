@@ -187,7 +187,7 @@ def test_function_among_the_arguments_runs_once():
 
 
 def test_the_log_names_each_line_once(caplog, monkeypatch):
-    monkeypatch.setattr(promotion, "places", {})
+    monkeypatch.setattr(promotion, "_logged", set())
     a, b = operands("float16")
 
     @tf.function
@@ -209,11 +209,30 @@ def test_the_log_names_each_line_once(caplog, monkeypatch):
     assert "tf.cast(..., 'float16')" in lines[0]
 
 
+def test_audit_and_advice_name_the_lines(enabled):
+    model = keras.Sequential(
+        [keras.Input((4,)), keras.layers.Dense(3), Noisy(), keras.layers.Dense(1)]
+    )
+    model.compile("sgd", "mse", jit_compile=False)
+    x = np.ones((32, 4), "float32")
+    (monitor,) = callbacks = kmp.callbacks.defaults()
+    model.fit(x, x[:, :1], batch_size=4, verbose=0, callbacks=callbacks)
+    source = Path(__file__).read_text().splitlines()
+    line = 1 + next(number for number, each in enumerate(source) if each.endswith("# the noise"))
+    place = f"{__file__}, line {line} (Mul of float16 and float32)"
+    assert place in monitor.run.settings["promoted"]
+    assert f"Computed in float32, because one operand is float32: {place}" in " ".join(
+        kmp.advise(monitor.run).verdict.split()
+    )
+    assert any(f"line {line}" in note for note in kmp.audit(model, x).notes)
+
+
 class Noisy(keras.layers.Layer):
     """Adds noise of TensorFlow, which is float32."""
 
     def call(self, x):
-        return tf.concat([x * tf.random.normal(tf.shape(x)), tf.ones((tf.shape(x)[0], 1))], -1)
+        x = x * tf.random.normal(tf.shape(x))  # the noise
+        return tf.concat([x, tf.ones((tf.shape(x)[0], 1))], -1)
 
 
 @pytest.mark.parametrize("arguments", [{"jit_compile": False}, {"run_eagerly": True}])
