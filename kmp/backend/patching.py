@@ -65,7 +65,7 @@ class Patches:
     """
 
     def __init__(self, table: Sequence[Patch]) -> None:
-        self._table = table
+        self._by_reason = {each: [p for p in table if each in p.when] for each in Reason}
         self._holders: dict[Reason, list[object]] = {reason: [] for reason in Reason}
         # Registered before they are applied: an interrupt between leaves none that nobody removes.
         self._replacements: dict[Patch, Replacement] = {}
@@ -78,14 +78,14 @@ class Patches:
         with Undos() as undos, undos.first_attempt():
             undos.lock(self._lock)
             self._holders[reason] = [*self._others(reason, holder), holder]
-            self._update()
+            self._update(reason)
 
     def release(self, reason: Reason, holder: object) -> None:
         """Takes the reason of a holder back; does nothing if it has none."""
         with Undos() as undos, undos.first_attempt():
             undos.lock(self._lock)
             self._holders[reason] = self._others(reason, holder)
-            self._update()
+            self._update(reason)
 
     @contextlib.contextmanager
     def holding(self, reason: Reason) -> Iterator[None]:
@@ -106,7 +106,7 @@ class Patches:
             self._in_use.add(instance)
             if not self.is_held(Reason.IN_USE):
                 self._holders[Reason.IN_USE] = [self._in_use]
-                self._update()
+                self._update(Reason.IN_USE)
 
     def release_unused(self) -> None:
         """Removes the patches of `Reason.IN_USE` if no object that needs them is alive."""
@@ -114,7 +114,7 @@ class Patches:
             undos.lock(self._lock)
             if not self._in_use:
                 self._holders[Reason.IN_USE] = []
-                self._update()
+                self._update(Reason.IN_USE)
 
     def is_held(self, reason: Reason) -> bool:
         """Whether any holder gives this reason."""
@@ -127,16 +127,23 @@ class Patches:
     def _others(self, reason: Reason, holder: object) -> list[object]:
         return [each for each in self._holders[reason] if each is not holder]
 
-    def _update(self) -> None:
-        """Applies and removes patches. If it is interrupted, the next update does the rest."""
-        for patch in self._table:
-            if any(map(self.is_held, patch.when)):
+    def _update(self, reason: Reason) -> None:
+        """Applies and removes the patches that have this reason.
+
+        If it is interrupted, the next update for the reason does the rest.
+        """
+        patches = self._by_reason[reason]
+        if self.is_held(reason):
+            for patch in patches:
                 self._apply(patch)
-        for patch, replacement in reversed(list(self._replacements.items())):
-            if not any(map(self.is_held, patch.when)):
-                if not replacement.remove():
-                    self._left[patch] = replacement, replacement.current()
-                del self._replacements[patch]
+            return
+        for patch in reversed(patches):
+            replacement = self._replacements.get(patch)
+            if replacement is None or any(map(self.is_held, patch.when)):
+                continue
+            if not replacement.remove():
+                self._left[patch] = replacement, replacement.current()
+            del self._replacements[patch]
 
     def _apply(self, patch: Patch) -> None:
         """Applies a patch, unless it is applied."""

@@ -106,7 +106,7 @@ def matching_arguments_patch(original: Callable[..., Any]) -> Callable[..., Any]
 
     @functools.wraps(original)
     def args_to_matching_eager(inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        if len(inputs) > 1:
+        if len({getattr(each, "dtype", None) for each in inputs}) > 1:
             caller = sys._getframe(1).f_code.co_name
             operation = caller.removesuffix("_eager_fallback").strip("_")
             inputs = _promoted(list(inputs), operation) or inputs

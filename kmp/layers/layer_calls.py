@@ -47,20 +47,31 @@ def layer_call_patch(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(original)
     def __call__(self: keras.Layer, *args: Any, **kwargs: Any) -> Any:  # noqa: N807
+        contexts = list(_contexts_of(self))
+        if not contexts:
+            return original(self, *args, **kwargs)
         with contextlib.ExitStack() as stack:
-            called = _outermost.get()
-            if called is not None:
-                called[id(self)] = self
-                stack.enter_context(_set(_outermost, None))
-            dtype, outside = self.compute_dtype, _policy_outside.get()
-            if dtype == FLOAT32.name and outside is None and not is_passthrough(self):
-                stack.enter_context(creating_float32())
-            elif outside is not None and dtype in DTYPES_16_BIT and not is_passthrough(self):
-                stack.enter_context(_set(_policy_outside, None))
-                stack.enter_context(global_policy(outside))
+            for context in contexts:
+                stack.enter_context(context)
             return original(self, *args, **kwargs)
 
     return __call__
+
+
+def _contexts_of(layer: keras.Layer) -> Iterator[contextlib.AbstractContextManager[Any]]:
+    """Yields what the call of a layer needs around it."""
+    called = _outermost.get()
+    if called is not None:
+        called[id(layer)] = layer
+        yield _set(_outermost, None)
+    dtype, outside = layer.compute_dtype, _policy_outside.get()
+    if outside is None:
+        is_16_bit = keras.config.dtype_policy().compute_dtype in DTYPES_16_BIT
+        if dtype == FLOAT32.name and is_16_bit and not is_passthrough(layer):
+            yield creating_float32()
+    elif dtype in DTYPES_16_BIT and not is_passthrough(layer):
+        yield _set(_policy_outside, None)
+        yield global_policy(outside)
 
 
 @contextlib.contextmanager
