@@ -10,7 +10,7 @@ class Reason(enum.Enum):
     ENABLED = "while `kmp.enable` or `kmp.graph_rewrite` is on"
     IN_USE = "while an optimizer of kmp, or what was made under `kmp.enable`, is in use"
     CONVERSION = "while `kmp.convert` builds layers"
-    STEP = "while a guarded training step is traced or runs eagerly, or a converted model is called"
+    STEP = "while a guarded training step is traced or runs eagerly"
     REPLAY = "while a replay, `kmp.audit` or `kmp.convert` passes a batch; acts in that thread only"
 
 
@@ -244,7 +244,7 @@ PATCHES = (
         owner="keras:Layer",
         name="__call__",
         make="kmp.layers.layer_calls:layer_call_patch",
-        when=(Reason.ENABLED, Reason.STEP, Reason.REPLAY),
+        when=(Reason.ENABLED, Reason.IN_USE, Reason.STEP, Reason.REPLAY),
         promise="what the call of a float32 layer creates is float32",
         link="A layer that is created in a call has the global policy",
     ),
@@ -253,7 +253,7 @@ PATCHES = (
             owner=owner,
             name=name,
             make=f"{_PROMOTION}:{make}",
-            when=(Reason.ENABLED, Reason.STEP, Reason.REPLAY, Reason.CONVERSION),
+            when=(Reason.ENABLED, Reason.IN_USE, Reason.STEP, Reason.REPLAY, Reason.CONVERSION),
             promise="16-bit tensors meet float32 ones in code of the user, and float32 results",
             since="TensorFlow 2.18",
             link="Operands of two float dtypes raise an error",

@@ -1,9 +1,9 @@
 """Promotes operands: where a 16-bit tensor meets a float32 one, TensorFlow computes in float32.
 
-TensorFlow raises there, `torch.amp` and Keras' operations promote. Each replacement acts after
-TensorFlow has refused the operands, so an operation that does not fail pays nothing. Only float16
-or bfloat16 with float32 is promoted: other dtypes, and assignments to variables, keep TensorFlow's
-errors.
+TensorFlow raises there, `torch.amp` and Keras' operations promote. The replacements act where
+TensorFlow refuses operands; only the slow path of eager operations compares dtypes before. Only
+float16 or bfloat16 with float32 is promoted: other dtypes, and assignments to variables, keep
+TensorFlow's errors.
 
 - In a graph, `_apply_op_helper` adds each operation.
 - In eager mode, an operation runs in C++, and TensorFlow's slow path in Python
@@ -17,7 +17,8 @@ import contextlib
 import functools
 import logging
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -35,10 +36,12 @@ _LOW = frozenset(map(tf.as_dtype, DTYPES_16_BIT))
 # How TensorFlow says that eager operands differ, and that a function needs float32.
 _OPERANDS_DIFFER = "tensor but is a"
 _NEEDS_FLOAT32 = "requested dtype float32 for Tensor"
-_LIBRARIES = tuple(
-    f"{Path(path).parent}/"
-    for path in (keras.__file__, tf.__file__, Path(__file__).parent, functools.__file__)
+_LIBRARIES = (
+    *(f"{Path(module.__file__).parent}/" for module in (keras, tf, functools)),
+    f"{Path(__file__).parent.parent}/",
+    *("<frozen ", "<__array_function__"),
 )
+_TENSORS = (tf.Tensor, tf.Variable, keras.Variable)
 
 
 class Place(NamedTuple):
@@ -76,16 +79,24 @@ def promotions_recorded() -> Iterator[dict[tuple[str, int], Place]]:
         _recorded[:] = [each for each in _recorded if each is not places]
 
 
-def promote_in_calls(model: keras.Model) -> None:
-    """Promotes operands in the calls of a model that computes in 16 bits without `enable`."""
-    call = model.call
+# Whether this thread is in the call of a layer that was created for 16 bits by kmp.
+_in_call: ContextVar[bool] = ContextVar("_in_call", default=False)
+_WHILE_HELD = (Reason.ENABLED, Reason.STEP, Reason.REPLAY, Reason.CONVERSION)
 
-    @functools.wraps(call)
-    def promoting_call(*args: Any, **kwargs: Any) -> Any:
-        with patches.holding(Reason.STEP):
-            return call(*args, **kwargs)
 
-    vars(model)["call"] = promoting_call  # not tracked by Keras' `__setattr__`
+def _is_active() -> bool:
+    """Whether operands are promoted here: after `disable`, in calls of layers of kmp only."""
+    return _in_call.get() or any(map(patches.is_held, _WHILE_HELD))
+
+
+@contextlib.contextmanager
+def promoting() -> Iterator[None]:
+    """Promotes operands in the context, for this thread, after `disable` too."""
+    before = _in_call.set(True)
+    try:
+        yield
+    finally:
+        _in_call.reset(before)
 
 
 def not_ok_status_patch(original: Callable[..., Any] | None) -> Callable[..., Any]:
@@ -107,9 +118,11 @@ def matching_arguments_patch(original: Callable[..., Any]) -> Callable[..., Any]
     @functools.wraps(original)
     def args_to_matching_eager(inputs: Any, *args: Any, **kwargs: Any) -> Any:
         if len({getattr(each, "dtype", None) for each in inputs}) > 1:
-            caller = sys._getframe(1).f_code.co_name
-            operation = caller.removesuffix("_eager_fallback").strip("_")
-            inputs = _promoted(list(inputs), operation) or inputs
+            low = _low_dtype([each for each in inputs if isinstance(each, _TENSORS)])
+            if low is not None:
+                caller = sys._getframe(1).f_code.co_name
+                _note(caller.removesuffix("_eager_fallback").strip("_"), low)
+                inputs = list(map(_promote, inputs))
         return original(inputs, *args, **kwargs)
 
     return args_to_matching_eager
@@ -123,10 +136,11 @@ def add_operation_patch(original: Callable[..., Any]) -> Callable[..., Any]:
         try:
             return original(operation, name=name, **inputs)
         except (TypeError, ValueError) as error:
-            promoted = _promoted(inputs, operation)
-            if promoted is None:
+            arguments = {"name": name, **inputs}
+            result = _promoted_call(error, operation, original, (operation,), arguments)
+            if result is NotImplemented:
                 raise
-            return _instead_of(error, original, operation, name=name, **promoted)
+            return result
 
     return apply_op
 
@@ -138,65 +152,75 @@ def dispatch_patch(original: Callable[..., Any]) -> Callable[..., Any]:
     def dispatch(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         result = original(function, args, kwargs)
         error = sys.exc_info()[1]
-        if error is None or result is not tf.__internal__.dispatch.OpDispatcher.NOT_SUPPORTED:
+        not_supported = tf.__internal__.dispatch.OpDispatcher.NOT_SUPPORTED
+        if error is None or result is not not_supported:
             return result
-        promoted = _promoted((args, kwargs), function.__name__, _NEEDS_FLOAT32 in str(error))
-        if promoted is None:
-            return result
-        return _instead_of(error, function, *promoted[0], **promoted[1])
+        promoted = _promoted_call(error, function.__name__, function, args, kwargs)
+        return result if promoted is NotImplemented else promoted
 
     return dispatch
 
 
-def _instead_of(
-    error: BaseException, function: Callable[..., Any], *args: Any, **kwargs: Any
+def _promoted_call(
+    error: BaseException, operation: str, function: Callable[..., Any], args: Any, kwargs: Any
 ) -> Any:
-    """Calls a function with promoted operands; raises the first error if that fails too."""
+    """Calls a function that has raised once more, with 16-bit tensors cast to float32.
+
+    Returns `NotImplemented` if there is nothing to promote. Raises what the function then raises,
+    such as that shapes differ; the first error if an argument may not be promoted.
+    """
     try:
-        return function(*args, **kwargs)
+        leaves = tf.nest.flatten((args, kwargs), expand_composites=True)
+    except Exception:  # slices whose indices are a list
+        return NotImplemented
+    needs_float32 = _NEEDS_FLOAT32 in str(error) or any(each is tf.float32 for each in leaves)
+    low = _low_dtype([each for each in leaves if tf.is_tensor(each)], needs_float32)
+    # A function among the arguments takes the tensors that the user passes, and may have run.
+    if low is None or any(map(callable, leaves)):
+        return NotImplemented
+    args, kwargs = tf.nest.map_structure(_promote, (args, kwargs), expand_composites=True)
+    try:
+        result = function(*args, **kwargs)
+    except (TypeError, ValueError, tf.errors.InvalidArgumentError):
+        raise
     except Exception:
         raise error from None
+    _note(operation, low)
+    return result
 
 
-def _promoted(operands: Any, operation: str, needs_float32: bool = False) -> Any:
-    """Returns a structure of operands with 16-bit tensors cast to float32; `None` if none differ.
+def _low_dtype(tensors: Sequence[Any], needs_float32: bool = False) -> str | None:
+    """Returns the one 16-bit dtype of tensors that meet float32; `None` if none are promoted.
 
     Args:
-        operands: Tensors and other arguments, in any structure.
-        operation: What is called with them.
-        needs_float32: Whether the operation needs float32, without an operand that says so.
+        tensors: Tensors and variables.
+        needs_float32: Whether they meet float32 without a tensor in it.
     """
-    leaves = tf.nest.flatten(operands, expand_composites=True)
-    # A function among the arguments takes the tensors that the user passes, and may have run.
-    if any(callable(leaf) for leaf in leaves):
-        return None
-    dtypes = {tf.as_dtype(leaf.dtype) for leaf in leaves if tf.is_tensor(leaf)}
+    dtypes = {tf.as_dtype(each.dtype) for each in tensors}
     low = dtypes & _LOW
-    meets_float32 = (
-        needs_float32 or tf.float32 in dtypes or any(each is tf.float32 for each in leaves)
-    )
-    if len(low) != 1 or not meets_float32 or tf.resource in dtypes:
+    meets_float32 = needs_float32 or tf.float32 in dtypes
+    if len(low) != 1 or not meets_float32 or tf.resource in dtypes or not _is_active():
         return None
-    _note(operation, next(iter(low)).name)
+    return next(iter(low)).name
 
-    def promote(leaf: Any) -> Any:
-        if not tf.is_tensor(leaf):
-            return leaf
-        tensor = tf.convert_to_tensor(leaf)  # of a variable too, so that nothing assigns to it
-        return tf.cast(tensor, tf.float32) if tensor.dtype in _LOW else tensor
 
-    return tf.nest.map_structure(promote, operands, expand_composites=True)
+def _promote(value: Any) -> Any:
+    if not tf.is_tensor(value):
+        return value
+    tensor = tf.convert_to_tensor(value)  # of a variable too, so that nothing assigns to it
+    return tf.cast(tensor, tf.float32) if tensor.dtype in _LOW else tensor
 
 
 def _note(operation: str, dtype: str) -> None:
     """Logs the line of the user's code that is promoted, once for each."""
     file, line = _line_of_user()
     place = Place(file, line, operation, dtype)
+    key = (file, line) if file else (operation, 0)
     for places in tuple(_recorded):
-        places.setdefault((file, line), place)
-    if (file, line) in _logged:
+        places.setdefault(key, place)
+    if key in _logged:
         return
-    _logged.add((file, line))
+    _logged.add(key)
     logger.warning(
         "%s computes in float32, where TensorFlow would raise an error. To compute in %s, cast the"
         " float32 operand: tf.cast(..., %r).",
@@ -213,6 +237,8 @@ def _line_of_user() -> tuple[str, int]:
     """
     extract = find("tensorflow.python.util.tf_stack:extract_stack")
     for frame in reversed(extract() if extract else []):
-        if not frame.filename.startswith(_LIBRARIES) and not frame.filename.startswith("<"):
+        # Autograph does not know the source of a function that a replica calls.
+        is_generated = "__autograph_generated_file" in frame.filename
+        if not frame.filename.startswith(_LIBRARIES) and not is_generated:
             return frame.filename, frame.lineno
     return "", 0

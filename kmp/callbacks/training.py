@@ -226,7 +226,7 @@ class Training:
         if streak is None or self._nonfinite is None:
             return
         is_last = self._nonfinite.count == nonfinite_steps.MOST_WARNINGS
-        if self._nonfinite.count > nonfinite_steps.MOST_WARNINGS and policy in ("skip", "warn"):
+        if self._nonfinite.count > nonfinite_steps.MOST_WARNINGS and policy != "raise":
             return
         origin = None if streak.is_loss else self._optimizer.snapshot().overflow_origin
         data = nonfinite_steps.data_of_step(self._replayer, streak.first)
@@ -235,12 +235,13 @@ class Training:
             self._replay_last_skipped()
             raise StuckError(self._explained(text))
         text += " The weights are unchanged."
-        if policy == nonfinite_steps.LOWER:
+        is_corrupt = data.endswith("NaN or Inf")  # which no learning rate cures
+        if policy == nonfinite_steps.LOWER and not is_corrupt:
             before, now = nonfinite_steps.lower_learning_rate(self._optimizer)
             self._read(self._counts.step)
             self.recorder.add({"lowered_learning_rate": now})
             text += f" The learning rate is lowered from {before:g} to {now:g}."
-        elif is_last:
+        if is_last:
             text += " Later ones are counted without a warning."
         end = "a warning names" if policy == "warn" else "a StuckError ends the training and names"
         user_messages.warn(f"{text} After {patience} skipped steps in a row, {end} the cause.")

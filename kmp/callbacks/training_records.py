@@ -58,6 +58,9 @@ def header(
         settings |= _settings_of_layers(model)
     if has_trained:
         settings["untrained_variables"] = _untrained_variables(model, optimizer)
+        guard = guarded_step_of(model)
+        settings["in_fit"] = guard is not None and guard.has_run
+        settings["promoted"] = [str(place) for place in guard.promoted] if guard else []
     return {
         "schema": SCHEMA,
         "kind": "header",
@@ -89,7 +92,6 @@ def _settings_of_optimizer(optimizer: LossScaleOptimizer) -> Row:
 
 
 def _settings_of_model(model: keras.Model) -> Row:
-    guard = guarded_step_of(model)
     return {
         "model": model.name,
         "policy": model.dtype_policy.name,
@@ -97,8 +99,6 @@ def _settings_of_model(model: keras.Model) -> Row:
         "policy_in_force": keras.config.dtype_policy().name,
         "compute_dtypes": sorted(compute_dtypes(model)),
         "train_step": "keras" if has_keras_step(model) else "custom",
-        "in_fit": guard is not None and guard.has_run,
-        "promoted": [str(place) for place in guard.promoted] if guard else [],
         "replicas": model.distribute_strategy.num_replicas_in_sync,
         "steps_per_execution": model.steps_per_execution,
     }

@@ -9,7 +9,7 @@ from typing import Any
 import keras
 
 from kmp.backend.keras_internals import compute_dtypes
-from kmp.backend.promotion import promote_in_calls
+from kmp.backend.patching import patches
 from kmp.conversion.cloning import clone_model
 from kmp.conversion.compile_state import transfer_compile_state
 from kmp.conversion.model_parts import Part, check_built, check_not_float64, is_quantized, parts_of
@@ -104,7 +104,7 @@ def convert(
     else:
         converted = clone_without_overflow(model, parts, plan, batch)
     transfer_compile_state(model, converted, scale_loss=plan.compute_dtype == FLOAT16.name)
-    promote_in_calls(converted)
+    patches.use(converted)  # its custom layers may combine operands of two dtypes
     return converted
 
 

@@ -31,6 +31,7 @@ from kmp.guarding.guarded_step import guard_train_step, guarded_step_of, is_buil
 from kmp.guarding.model_optimizers import optimizers_of
 from kmp.layers.float32_classes import keep_in_float32, selected_classes
 from kmp.layers.fused_normalization import fuse_normalization
+from kmp.layers.layer_calls import build_in_own_dtype
 from kmp.optimizer import LossScaleOptimizer
 from kmp.utils import user_messages
 from kmp.utils.float_formats import DTYPES_16_BIT, FLOAT16
@@ -84,7 +85,8 @@ def compile_patch(original: Callable[..., None]) -> Callable[..., None]:
             arguments["jit_compile"] = False
         wraps = scales and bool(active or FLOAT16.name in rewrite_dtypes)
         if is_wrapped or wraps:
-            optimizer, scales = wrap_for_compile(optimizer, _computes_in_float16(self)), False
+            held = _wrapper_in(self, optimizer, is_compiled=False) or optimizer
+            optimizer, scales = wrap_for_compile(held, _computes_in_float16(self)), False
         saved = _saved_optimizer(optimizer)
         with _assigning_unchanged():
             original(self, optimizer=saved, auto_scale_loss=scales and not active, **arguments)
@@ -140,20 +142,33 @@ def model_attribute_patch(original: Callable[..., None] | None) -> Callable[...,
 
 
 def _has_optimizers(value: Any) -> bool:
-    values = value.values() if type(value) is dict else value
-    values = values if type(value) in (list, tuple, dict) else [value]
+    values = keras.tree.flatten(value) if isinstance(value, list | tuple | dict) else [value]
     return any(isinstance(each, keras.optimizers.Optimizer) for each in values)
 
 
 def _with_wrapped_optimizers(model: keras.Model, value: Any) -> Any:
-    """Returns an optimizer, or a list or dictionary of some, as `compile` would get it."""
-    if type(value) is dict:
-        return {key: _with_wrapped_optimizers(model, item) for key, item in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(_with_wrapped_optimizers(model, item) for item in value)
-    if not isinstance(value, keras.optimizers.Optimizer):
-        return value
-    return wrap_for_compile(value, _computes_in_float16(model))
+    """Returns an optimizer, or a structure with some, as `compile` would get it."""
+
+    def wrapped(each: Any) -> Any:
+        if not isinstance(each, keras.optimizers.Optimizer):
+            return each
+        return _wrapper_in(model, each) or wrap_for_compile(each, _computes_in_float16(model))
+
+    is_structure = isinstance(value, list | tuple | dict)
+    return keras.tree.map_structure(wrapped, value) if is_structure else wrapped(value)
+
+
+def _wrapper_in(
+    model: keras.Model, optimizer: Any, is_compiled: bool = True
+) -> LossScaleOptimizer | None:
+    """Returns the wrapper that a model has for an optimizer, which is passed to it again.
+
+    `compile` makes another one for the optimizer that the model was compiled with before.
+    """
+    for name, each in optimizers_of(model).items():
+        if each.inner_optimizer is optimizer and (is_compiled or name != "optimizer"):
+            return each
+    return None
 
 
 def _saved_optimizer(optimizer: Any) -> Any:
@@ -403,6 +418,8 @@ def layer_init_patch(original: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(original)
     def init(self: keras.Layer, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)
+        if active:
+            build_in_own_dtype(self)
         is_of_kmp = marked_policy.is_marked(self)
         is_converted = selected_classes() is not None
         if active or is_of_kmp:

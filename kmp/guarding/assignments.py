@@ -98,8 +98,12 @@ class CreationRecord:
     def create(self, create: Callable[..., tf.Variable], **arguments: Any) -> tf.Variable:
         """Creates a variable, and keeps its initial value."""
         variable = create(**arguments)
+        with tf.init_scope():  # Keras may build a layer in a graph of its own in eager mode too
+            if tf.executing_eagerly() and bool(variable.is_initialized()):
+                self._values[id(variable)] = tf.identity(variable)
+                return variable
         # In a graph, the variable has no value until the graph runs.
-        value = variable if tf.executing_eagerly() else arguments["initial_value"]
+        value = arguments["initial_value"]
         value = value() if callable(value) else value
         self._values[id(variable)] = tf.identity(tf.cast(value, variable.dtype))
         return variable

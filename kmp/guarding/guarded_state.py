@@ -85,15 +85,25 @@ class GuardedState:
 def _restore_where(condition: Any, saved: Iterable[SavedValue]) -> None:
     """Assigns the values where the condition is true.
 
-    Not the values of an owner that were not finite: a sum of gradients that is Inf once would be so
-    forever, whatever the program assigns after a skipped step.
+    Where variables of an owner were not finite before, they and the others of it keep what is
+    finite now: a sum of gradients that is Inf once would be so forever, whatever the program
+    assigns after a skipped step.
     """
     for owner, group in groupby(saved, key=lambda each: each.owner):
         values = list(group)
-        if owner is not None:
-            finite = [ops.all(ops.isfinite(each.value)) for each in values]
-            condition_of_owner = functools.reduce(ops.logical_and, finite, condition)
-        assign_where(condition if owner is None else condition_of_owner, values)
+        if owner is None:
+            assign_where(condition, values)
+            continue
+        finite = [_is_finite(each.value) for each in values]
+        all_finite = functools.reduce(ops.logical_and, finite)
+        for each, was_finite in zip(values, finite, strict=True):
+            is_lost = ops.logical_and(was_finite, ops.logical_not(_is_finite(each.variable)))
+            restores = ops.logical_and(condition, ops.logical_or(all_finite, is_lost))
+            assign_where(restores, [each])
+
+
+def _is_finite(value: Any) -> Any:
+    return ops.all(ops.isfinite(value))
 
 
 def states_of(layers: Iterable[keras.Layer]) -> list[Owned]:

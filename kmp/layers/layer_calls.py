@@ -2,7 +2,8 @@
 
 What the call of a float32 layer creates computes in float32, as in a run in float32: code in `call`
 may create layers, such as `keras.layers.multiply([x, x])`, and models, which get Keras' global
-policy. And a training step records which layers beside its model it calls, such as a network in the
+policy. The call of a layer that was created under `enable` promotes operands after `disable` too.
+And a training step records which layers beside its model it calls, such as a network in the
 loss.
 """
 
@@ -14,7 +15,16 @@ from typing import Any
 
 import keras
 
-from kmp.backend.keras_internals import global_policy, is_passthrough
+from kmp.backend.inventory import Reason
+from kmp.backend.keras_internals import (
+    defining_class,
+    global_policy,
+    is_keras_class,
+    is_passthrough,
+)
+from kmp.backend.marked_policy import is_marked
+from kmp.backend.patching import patches
+from kmp.backend.promotion import promoting
 from kmp.utils.float_formats import DTYPES_16_BIT, FLOAT32
 
 # The global policy outside of the float32 layers whose calls this thread is in.
@@ -58,12 +68,32 @@ def layer_call_patch(original: Callable[..., Any]) -> Callable[..., Any]:
     return __call__
 
 
+def build_in_own_dtype(layer: keras.Layer) -> None:
+    """Makes `build` of a layer create float32 where the layer is float32, whoever calls it.
+
+    A layer with a `build` of the user's own. Sets `build` of this layer only, as Keras does.
+    """
+    if is_keras_class(defining_class(type(layer), "build")):
+        return
+    build = layer.build
+
+    @functools.wraps(build)
+    def own_build(*args: Any, **kwargs: Any) -> Any:
+        is_float32 = layer.compute_dtype == FLOAT32.name
+        with creating_float32() if is_float32 else contextlib.nullcontext():
+            return build(*args, **kwargs)
+
+    vars(layer)["build"] = own_build  # not tracked by Keras' `__setattr__`
+
+
 def _contexts_of(layer: keras.Layer) -> Iterator[contextlib.AbstractContextManager[Any]]:
     """Yields what the call of a layer needs around it."""
     called = _outermost.get()
     if called is not None:
         called[id(layer)] = layer
         yield _set(_outermost, None)
+    if not patches.is_held(Reason.ENABLED) and is_marked(layer):
+        yield promoting()
     dtype, outside = layer.compute_dtype, _policy_outside.get()
     if outside is None:
         is_16_bit = keras.config.dtype_policy().compute_dtype in DTYPES_16_BIT

@@ -353,7 +353,8 @@ def test_zeros_are_replayed_at_the_end_with_each_optimizer():
         train(model, callbacks, x=1.0)
         assert [step for step, _ in callbacks[0].run.replays] == [1, 2, 4]
         assert [finding.cause for finding in kmp.advise(callbacks[0].run)] == ["dead"]
-        assert guarded_step_of(model).capture.optimizer is model.optimizer
+        (capture,) = guarded_step_of(model).captures
+        assert capture.optimizer is model.optimizer
         model.compile("sgd", "mse", run_eagerly=True)
 
 

@@ -182,11 +182,22 @@ def test_optimizer_that_a_model_sets_itself_is_wrapped(enabled):
     assert int(adam.iterations) > 0
 
 
-def test_lists_and_dictionaries_of_optimizers_are_wrapped(enabled):
+def test_structures_of_optimizers_are_wrapped(enabled):
     model = keras.Sequential([keras.Input((4,)), layers.Dense(1)])
     model.own = {"a": keras.optimizers.SGD(), "b": [keras.optimizers.Adam()], "rate": 0.1}
     assert isinstance(model.own["a"], kmp.LossScaleOptimizer)
+    assert isinstance(model.own["b"][0], kmp.LossScaleOptimizer)
     assert model.own["rate"] == 0.1
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_optimizer_in_an_attribute_and_in_compile_has_one_wrapper(enabled, is_first):
+    model, sgd = keras.Sequential([keras.Input((4,)), layers.Dense(1)]), keras.optimizers.SGD()
+    if is_first:
+        model.own = sgd
+    model.compile(sgd, "mse")
+    model.own = sgd
+    assert model.own is model.optimizer
 
 
 def test_optimizers_of_a_float32_run_have_a_scale_of_1():

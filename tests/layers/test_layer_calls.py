@@ -35,6 +35,18 @@ class SquaredModel(keras.Model):
         return self.squared(x)
 
 
+@keras.saving.register_keras_serializable("tests.layer_calls")
+class Built(keras.layers.Layer):
+    """Creates a layer when it is built."""
+
+    def build(self, shape):
+        self.dense = layers.Dense(2)
+        self.dense.build(shape)
+
+    def call(self, x):
+        return self.dense(x)
+
+
 def first(outputs):
     return float(np.ravel(ops.cast(outputs, "float32"))[0])
 
@@ -77,6 +89,17 @@ def test_a_16_bit_layer_in_a_float32_one_creates_16_bits(enabled):
     policies = []
     assert first(Outer()(THREES)) == np.inf
     assert set(policies) == {"float32"}
+
+
+def test_a_float32_layer_creates_float32_whoever_builds_it(enabled, tmp_path):
+    layer = Built(dtype="float32")
+    layer.build((None, 4))
+    model = keras.Sequential([keras.Input((4,)), layers.Dense(4), Built(dtype="float32")])
+    model.save(tmp_path / "model.keras")
+    loaded = keras.models.load_model(tmp_path / "model.keras")
+    for each in (layer, model.layers[-1], loaded.layers[-1], Built(dtype="mixed_float16")):
+        each(np.ones((1, 4), "float32"))
+        assert each.dense.compute_dtype == each.compute_dtype
 
 
 def test_the_policy_is_restored_after_an_error(enabled):

@@ -15,8 +15,9 @@ pytestmark = pytest.mark.usefixtures("enabled")
 
 def with_capture(model):
     guard_train_step(model)
-    guarded_step_of(model).capture = BatchCapture(model, model.optimizer)
-    return model, guarded_step_of(model).capture
+    capture = BatchCapture(model, model.optimizer)
+    guarded_step_of(model).add_capture(capture)
+    return model, capture
 
 
 def captured_model(mode, optimizer="sgd"):
