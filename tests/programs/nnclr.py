@@ -129,4 +129,4 @@ def train(callbacks=(), seed=0):
         probe_optimizer=keras.optimizers.Adam(5e-3),
     )
     data = tf.data.Dataset.zip(tuple(halves))
-    return model.fit(data, epochs=8, verbose=0, shuffle=False, callbacks=callbacks).history
+    return model.fit(data, epochs=6, verbose=0, shuffle=False, callbacks=callbacks).history

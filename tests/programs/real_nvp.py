@@ -43,7 +43,7 @@ def coupling(units=32):
 
 
 class RealNVP(keras.Model):
-    def __init__(self, couplings=4):
+    def __init__(self, couplings=2):
         super().__init__()
         self.masks = np.tile(np.eye(2, dtype="float32")[::-1], (couplings // 2, 1))
         self.couplings = [coupling() for _ in range(couplings)]

@@ -117,4 +117,4 @@ def train(callbacks=(), seed=0):
         keras.optimizers.Adam(Warmup(steps_per_epoch=20)),
         keras.losses.CategoricalCrossentropy(from_logits=True, label_smoothing=0.1),
     )
-    return model.fit(data, epochs=8, verbose=0, shuffle=False, callbacks=callbacks).history
+    return model.fit(data, epochs=6, verbose=0, shuffle=False, callbacks=callbacks).history

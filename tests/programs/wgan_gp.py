@@ -45,7 +45,7 @@ def generator():
 
 
 class WassersteinGAN(keras.Model):
-    def __init__(self, critic_steps=3, penalty_weight=10.0):
+    def __init__(self, critic_steps=2, penalty_weight=10.0):
         super().__init__()
         self.critic, self.generator = critic(), generator()
         self.critic_steps, self.penalty_weight = critic_steps, penalty_weight
@@ -97,5 +97,5 @@ def train(callbacks=(), seed=0):
         critic_optimizer=keras.optimizers.Adam(5e-4, beta_1=0.5, beta_2=0.9),
         generator_optimizer=keras.optimizers.Adam(5e-4, beta_1=0.5, beta_2=0.9),
     )
-    pictures = 2 * blobs(256) - 1
-    return model.fit(pictures, batch_size=32, epochs=6, verbose=0, callbacks=callbacks).history
+    pictures = 2 * blobs(128) - 1
+    return model.fit(pictures, batch_size=16, epochs=6, verbose=0, callbacks=callbacks).history
