@@ -37,7 +37,7 @@ _LOW = frozenset(map(tf.as_dtype, DTYPES_16_BIT))
 _OPERANDS_DIFFER = "tensor but is a"
 _NEEDS_FLOAT32 = "requested dtype float32 for Tensor"
 _LIBRARIES = (
-    *(f"{Path(module.__file__).parent}/" for module in (keras, tf, functools)),
+    *(f"{Path(str(module.__file__)).parent}/" for module in (keras, tf, functools)),
     f"{Path(__file__).parent.parent}/",
     *("<frozen ", "<__array_function__"),
 )
@@ -218,7 +218,8 @@ def _note(operation: str, dtype: str) -> None:
     key = (file, line) if file else (operation, 0)
     for places in tuple(_recorded):
         places.setdefault(key, place)
-    if key in _logged:
+    # A replay in another format computes what the training does not.
+    if key in _logged or patches.is_held(Reason.REPLAY):
         return
     _logged.add(key)
     logger.warning(
@@ -231,14 +232,18 @@ def _note(operation: str, dtype: str) -> None:
 
 
 def _line_of_user() -> tuple[str, int]:
-    """Returns file and line of the innermost frame outside of the libraries.
+    """Returns file and line of the innermost frame outside of libraries, installed ones too.
 
     TensorFlow's stack has the lines of the source for code that autograph has converted.
     """
     extract = find("tensorflow.python.util.tf_stack:extract_stack")
+    found = ("", 0)
     for frame in reversed(extract() if extract else []):
         # Autograph does not know the source of a function that a replica calls.
         is_generated = "__autograph_generated_file" in frame.filename
-        if not frame.filename.startswith(_LIBRARIES) and not is_generated:
+        if is_generated or frame.filename.startswith(_LIBRARIES):
+            continue
+        if "site-packages" not in frame.filename:
             return frame.filename, frame.lineno
-    return "", 0
+        found = found if found[0] else (frame.filename, frame.lineno)
+    return found

@@ -135,12 +135,14 @@ def _settings_of_variables(model: keras.Model, optimizer: LossScaleOptimizer) ->
 def _untrained_variables(model: keras.Model, optimizer: LossScaleOptimizer) -> list[str]:
     """Returns the paths of the trainable variables that no optimizer of the model was built with.
 
-    None if one of the optimizers is not built: it may train any of them.
+    Without those that the step itself assigns, such as averages of others. None if one of the
+    optimizers is not built: it may train any of them.
     """
     optimizers = [optimizer, *all_optimizers_of(model)]
     if not all(each.built for each in optimizers):
         return []
-    trained: set[int] = set()
+    guard = guarded_step_of(model)
+    trained = set(map(id, guard.assigned)) if guard else set[int]()
     for each in optimizers:
         trained.update(map(id, keras_internals.variables_to_train(each)))
     variables = model.trainable_variables

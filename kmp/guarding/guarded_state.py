@@ -53,6 +53,11 @@ class GuardedState:
         ):
             yield
 
+    @property
+    def assigned(self) -> list[Any]:
+        """The weights to which code other than the optimizer assigned a value."""
+        return [each.variable for each in self._assigned.saved]
+
     def restore_if_skipped(self) -> StepResult:
         """Restores the layers if an optimizer skipped the step, and returns what they did."""
         result = self._watch.result()

@@ -86,6 +86,7 @@ class GuardedTrainStep:
         captures: Each keeps a batch for a callback, by optimizer; used from the next trace on.
         has_run: Whether `fit` has called it, so that no other loop trains the model.
         repairs: The repairs of the model, which each callback of a training records.
+        assigned: The weights to which the step itself assigned values, such as averages of others.
         promoted: The lines of the user's code whose operands the last trace promoted to float32.
         beside: The layers beside the model that its step calls, as in the loss; of the last trace.
         has_repaired_layers: Whether a repair, of this model or of another one, has set some of its
@@ -100,6 +101,7 @@ class GuardedTrainStep:
         self.has_repaired_layers = False
         self.beside: list[keras.Layer] = []
         self.promoted: list[Place] = []
+        self.assigned: list[keras.Variable] = []
         self._model = model
         self._metrics = FiniteMetrics(model)
         self._prepared: weakref.ref[Any] | None = None  # the iterator of the capture
@@ -151,6 +153,7 @@ class GuardedTrainStep:
         with state.changes_recorded():
             logs = self._run(data)
         result = state.restore_if_skipped()
+        self.assigned = state.assigned
 
         is_nonfinite = result.has_nonfinite_loss
         self._metrics.end_step(metrics_before, is_nonfinite, compiles_steps(optimizers))

@@ -219,3 +219,27 @@ def test_watching_changes_no_bit_of_the_training(enabled):
         weights.append(gan.get_weights())
     for plain, watched in zip(*weights, strict=True):
         np.testing.assert_array_equal(plain, watched)
+
+
+def test_average_of_the_weights_is_not_named_as_untrained(enabled):
+    class Averaged(keras.Model):
+        def __init__(self):
+            super().__init__()
+            hidden, last = layers.Dense(8), layers.Dense(1, dtype="float32")
+            self.net = keras.Sequential([keras.Input((4,)), hidden, last])
+            self.average = keras.models.clone_model(self.net)
+
+        def train_step(self, x):
+            weights = self.net.trainable_weights
+            with tf.GradientTape() as tape:
+                loss = self.optimizer.scale_loss(tf.reduce_mean(self.net(x) ** 2))
+            self.optimizer.apply_gradients(zip(tape.gradient(loss, weights), weights, strict=True))
+            for average, weight in zip(self.average.weights, self.net.weights, strict=True):
+                average.assign(0.9 * average + 0.1 * weight)
+            return {"loss": loss}
+
+    model = Averaged()
+    model.compile("sgd", jit_compile=False)
+    (monitor,) = callbacks = kmp.callbacks.defaults(replay=False)
+    train(model, callbacks)
+    assert monitor.run.settings["untrained_variables"] == []
