@@ -29,6 +29,7 @@ from tensorflow.python.eager import core
 from kmp.backend.inventory import Reason
 from kmp.backend.patching import patches
 from kmp.backend.private_names import find
+from kmp.utils.context_values import context_value
 from kmp.utils.float_formats import DTYPES_16_BIT
 
 logger = logging.getLogger("kmp")
@@ -89,14 +90,9 @@ def _is_active() -> bool:
     return _in_call.get() or any(map(patches.is_held, _WHILE_HELD))
 
 
-@contextlib.contextmanager
-def promoting() -> Iterator[None]:
+def promoting() -> contextlib.AbstractContextManager[None]:
     """Promotes operands in the context, for this thread, after `disable` too."""
-    before = _in_call.set(True)
-    try:
-        yield
-    finally:
-        _in_call.reset(before)
+    return context_value(_in_call, True)
 
 
 def not_ok_status_patch(original: Callable[..., Any] | None) -> Callable[..., Any]:

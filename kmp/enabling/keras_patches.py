@@ -4,11 +4,10 @@ Each passes calls on unchanged where it does not apply: to models without kmp's 
 not compiled under `enable`, and after `disable`.
 """
 
-import contextlib
 import functools
 import inspect
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
@@ -34,6 +33,7 @@ from kmp.layers.fused_normalization import fuse_normalization
 from kmp.layers.layer_calls import build_in_own_dtype
 from kmp.optimizer import LossScaleOptimizer
 from kmp.utils import user_messages
+from kmp.utils.context_values import context_value
 from kmp.utils.float_formats import DTYPES_16_BIT, FLOAT16
 
 _policy_at_compile: WeakKeyDictionary[keras.Model, str] = WeakKeyDictionary()
@@ -88,7 +88,7 @@ def compile_patch(original: Callable[..., None]) -> Callable[..., None]:
             held = _wrapper_in(self, optimizer, is_compiled=False) or optimizer
             optimizer, scales = wrap_for_compile(held, _computes_in_float16(self)), False
         saved = _saved_optimizer(optimizer)
-        with _assigning_unchanged():
+        with context_value(_wraps_assigned, False):
             original(self, optimizer=saved, auto_scale_loss=scales and not active, **arguments)
             if saved is not optimizer:
                 self.optimizer = optimizer
@@ -115,16 +115,6 @@ def _named_arguments(args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, A
 
 # Whether the optimizers that code assigns to attributes of models are wrapped.
 _wraps_assigned: ContextVar[bool] = ContextVar("_wraps_assigned", default=True)
-
-
-@contextlib.contextmanager
-def _assigning_unchanged() -> Iterator[None]:
-    """Lets `compile` assign the optimizer as it is."""
-    before = _wraps_assigned.set(False)
-    try:
-        yield
-    finally:
-        _wraps_assigned.reset(before)
 
 
 def model_attribute_patch(original: Callable[..., None] | None) -> Callable[..., None]:

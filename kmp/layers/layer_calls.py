@@ -25,6 +25,7 @@ from kmp.backend.keras_internals import (
 from kmp.backend.marked_policy import is_marked
 from kmp.backend.patching import patches
 from kmp.backend.promotion import promoting
+from kmp.utils.context_values import context_value
 from kmp.utils.float_formats import DTYPES_16_BIT, FLOAT32
 
 # The global policy outside of the float32 layers whose calls this thread is in.
@@ -40,7 +41,7 @@ def creating_float32() -> Iterator[None]:
     if policy.compute_dtype not in DTYPES_16_BIT:
         yield
         return
-    with _set(_policy_outside, policy), global_policy(FLOAT32.name):
+    with context_value(_policy_outside, policy), global_policy(FLOAT32.name):
         yield
 
 
@@ -48,7 +49,7 @@ def creating_float32() -> Iterator[None]:
 def outermost_calls() -> Iterator[dict[int, keras.Layer]]:
     """Yields the layers that this thread calls in the context, by `id`, not those in a layer."""
     called: dict[int, keras.Layer] = {}
-    with _set(_outermost, called):
+    with context_value(_outermost, called):
         yield called
 
 
@@ -91,7 +92,7 @@ def _contexts_of(layer: keras.Layer) -> Iterator[contextlib.AbstractContextManag
     called = _outermost.get()
     if called is not None:
         called[id(layer)] = layer
-        yield _set(_outermost, None)
+        yield context_value(_outermost, None)
     if not patches.is_held(Reason.ENABLED) and is_marked(layer):
         yield promoting()
     dtype, outside = layer.compute_dtype, _policy_outside.get()
@@ -100,14 +101,5 @@ def _contexts_of(layer: keras.Layer) -> Iterator[contextlib.AbstractContextManag
         if dtype == FLOAT32.name and is_16_bit and not is_passthrough(layer):
             yield creating_float32()
     elif dtype in DTYPES_16_BIT and not is_passthrough(layer):
-        yield _set(_policy_outside, None)
+        yield context_value(_policy_outside, None)
         yield global_policy(outside)
-
-
-@contextlib.contextmanager
-def _set(variable: ContextVar[Any], value: Any) -> Iterator[None]:
-    before = variable.set(value)
-    try:
-        yield
-    finally:
-        variable.reset(before)

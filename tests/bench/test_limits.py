@@ -142,7 +142,7 @@ def compared(device=H100, graph=(100, 50), xla=(100, 50), counted=None, **fields
         pytest.param(
             compared(CPU),
             f"Unknown {BY_COUNTS}: the step cannot be traced to count what it moves.",
-            id="no trace",
+            id="not traced",
         ),
     ],
 )
