@@ -256,7 +256,7 @@ def _steps(
 
 
 def _traffic(variant: _Variant) -> Traffic | None:
-    """Returns what a training step would cost on a GPU in graph mode; `None` if it cannot be traced."""
+    """Returns what a training step would cost on a GPU in graph mode; `None` if none is traced."""
     model, spec = variant.model, variant.data.element_spec
 
     def step(data: Any) -> Any:

@@ -12,7 +12,6 @@ from keras import ops
 
 from kmp.backend import keras_internals, xla
 from kmp.backend.keras_internals import (
-    is_keras_class,
     rnn_states,
     search_again,
     sublayers,
@@ -126,8 +125,12 @@ def states_of(layers: Iterable[keras.Layer]) -> list[Owned]:
 
 
 def _owner_of(layer: keras.Layer) -> keras.Layer | None:
-    """Returns a layer whose code is the user's; `None` of those of Keras, which add up nothing."""
-    return None if is_keras_class(type(layer)) else layer
+    """Returns a layer whose code is the user's; `None` of others, which add up no gradients.
+
+    Compiled code would compute in each step whether the statistics of all of them are finite.
+    """
+    package = type(layer).__module__.partition(".")[0]
+    return None if package in ("keras", "keras_hub", "kmp") else layer
 
 
 def _is_assignable(variable: tf.Variable) -> bool:

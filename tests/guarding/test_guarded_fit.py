@@ -431,3 +431,70 @@ def test_later_fit_with_batches_of_another_structure_works_with_a_compiled_step(
     for weights in ({}, {"sample_weight": np.ones(len(x))}, {"class_weight": {0: 1.0, 1: 2.0}}):
         model.fit(x, y, batch_size=8, verbose=0, callbacks=kmp.callbacks.defaults(), **weights)
     assert model.optimizer.snapshot().step == 6
+
+
+class Sums(keras.Model):
+    """Adds up unscaled gradients in variables of its own, and applies them in every second step."""
+
+    def prepare(self, make):
+        self.sums = [make(each.shape) for each in self.trainable_variables]
+        self.count = tf.Variable(0, trainable=False)
+
+    def train_step(self, data):
+        x, y = data
+        weights = self.trainable_variables
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(tf.square(y - self(x, training=True)))
+            scaled = self.optimizer.scale_loss(loss)
+        gradients = self.optimizer.unscale(tape.gradient(scaled, weights))
+        for total, gradient in zip(self.sums, gradients, strict=True):
+            total.assign_add(gradient)
+        self.count.assign_add(1)
+
+        def update():
+            self.optimizer.apply([tf.convert_to_tensor(each) for each in self.sums], weights)
+            for total in self.sums:
+                total.assign(tf.zeros(total.shape))
+
+        tf.cond(self.count % 2 == 0, update, lambda: None)
+        return {"own_loss": loss}
+
+
+MAKES = {
+    "tf.Variable": lambda shape: tf.Variable(tf.zeros(shape), trainable=False),
+    "keras.Variable": lambda shape: keras.Variable(np.zeros(shape), trainable=False),
+}
+
+
+@pytest.mark.parametrize("make", MAKES)
+@pytest.mark.parametrize("options", [{}, {"run_eagerly": True}])
+def test_sums_of_gradients_recover_from_a_batch_that_overflows(enabled, make, options):
+    inputs = keras.Input((4,))
+    model = Sums(inputs, keras.layers.Dense(1, dtype="float32")(keras.layers.Dense(4)(inputs)))
+    model.prepare(MAKES[make])
+    model.compile("sgd", jit_compile=False, **options)
+    x = np.ones((48, 4), "float32")
+    x[0] = np.inf
+    kernel = model.layers[-1].kernel
+    before = kernel.numpy()
+    model.fit(x, np.ones((48, 1)), batch_size=8, shuffle=False, verbose=0)
+    assert model.optimizer.snapshot().overflow_count == 1
+    assert all(np.isfinite(np.asarray(each)).all() for each in model.sums)
+    assert np.abs(kernel.numpy() - before).max() > 0
+
+
+class OwnNormalization(keras.layers.BatchNormalization):
+    """A class of the user's."""
+
+
+def test_finite_state_is_restored_beside_one_that_was_not_finite(enabled):
+    model = keras.Sequential(
+        [keras.Input((4,)), OwnNormalization(), keras.layers.Dense(1, dtype="float32")]
+    )
+    model.compile("sgd", "mse")
+    x = np.ones((8, 4), "float32")
+    model.train_on_batch(x, x[:, :1])
+    model.layers[0].moving_mean.assign([np.inf] * 4)
+    before = model.layers[0].moving_variance.numpy()
+    model.train_on_batch(x * np.nan, x[:, :1])
+    np.testing.assert_array_equal(model.layers[0].moving_variance, before)
