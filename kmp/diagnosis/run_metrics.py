@@ -253,14 +253,20 @@ class RunMetrics:
         """The step and the largest norm of an update relative to that of the weights.
 
         `(0, 0.0)` without any. Between two samples, the norm of the weights grew by so much in a
-        step, on average: then in one of these steps the update was at least as large.
+        step, on average: then in one of these steps the update was at least as large. Weights that
+        begin at 0 have no size before they have grown: their updates are compared with the last.
         """
         ratios = []
-        for sample in self.samples:
-            if not math.isnan(sample.update_ratio):
-                ratios.append((sample.step, sample.update_ratio))
         weighed = [sample for sample in self.samples if sample.weight_norm > 0]
-        for before, after in itertools.pairwise(weighed):
+        begins_at_0 = bool(weighed) and weighed[0] is not self.samples[0]
+        for sample in weighed:
+            if not math.isnan(sample.update_ratio):
+                grown = max(sample.weight_norm, weighed[-1].weight_norm if begins_at_0 else 0.0)
+                ratios.append((sample.step, sample.update_ratio * sample.weight_norm / grown))
+        spans = list(itertools.pairwise(weighed))
+        if not begins_at_0:  # samples may be too near for what they show together
+            spans += [(weighed[0], after) for after in weighed[1:]]
+        for before, after in spans:
             steps = after.step - before.step
             if steps > 0:
                 growth = after.weight_norm / before.weight_norm - 1.0
