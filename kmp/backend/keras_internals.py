@@ -522,9 +522,10 @@ def objects_in(owner: Any, kinds: tuple[type, ...]) -> dict[str, Any]:
             continue
         items = len(value) if isinstance(value, list | tuple | dict) else 0
         search = searches.get(name)
-        if search is None or search.of != id(value) or items < search.items:
+        is_known = search is not None and search.of == id(value) and search.items <= items
+        if search is None or not is_known:
             search = _Search(id(value), 0, {})
-        if name not in searches or searches[name] is not search or items > search.items:
+        if not is_known or search.items < items:
             new = _named(name, value, kinds, search.items)
             found_here = search.found | {key: weakref.ref(each) for key, each in new}
             search = searches[name] = _Search(id(value), items, found_here)

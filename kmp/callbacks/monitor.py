@@ -246,7 +246,7 @@ class Monitor(keras.callbacks.Callback):
             for training in self._trainings.values():
                 # A model may have an optimizer that it does not use.
                 training.end(warns=training.has_steps or not has_steps)
-        self._ended, self._trainings = self._ended | self._trainings, {}
+        self._ended, self._trainings = self._trainings or self._ended, {}
 
     def _settings(self, name: str) -> MonitorSettings:
         """Returns the settings of the training by an optimizer; of one of several with its name."""
