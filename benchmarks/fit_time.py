@@ -2,11 +2,13 @@
 
     python benchmarks/fit_time.py [--quick] [--json FILE]
 
-It measures the first epoch, which traces and compiles, and a later one.
+It measures the first epoch, which traces and compiles, and a later one; and whole calls of `fit` in
+float16 with few steps, with and without callbacks.
 
 CPU time of float32 training with a scaled loss, relative to Keras' loss scaling. A first epoch is a
 call of `fit`, its start and end included, in a new process for each round; a later one is the
-second epoch of a call.
+second epoch of a call. Calls in float16, where callbacks also replay batches, take turns in one
+process, and the CPU time of all threads is given next to the wall time.
 """
 
 import functools
@@ -16,19 +18,124 @@ import tempfile
 import time
 
 import keras
+import numpy as np
 import tensorflow as tf
 from measuring import WITH_CALLBACKS, main, modes_of
 
-from kmp import callbacks
+from kmp import callbacks, layers
 from kmp.bench.measurement import alternate, comparison, in_new_process
-from kmp.bench.models import BARE, KERAS, OURS, compiled_model, convolutional, mlp
+from kmp.bench.models import (
+    BARE,
+    KERAS,
+    OURS,
+    Task,
+    compiled_model,
+    convolutional,
+    mlp,
+    transformer,
+)
 
 VARIANTS = (KERAS, OURS, WITH_CALLBACKS, BARE)
 MODELS = {"MLP of width 128": (mlp, 128), "conv net of width 40": (convolutional, 40)}
 STEPS = 250  # of an epoch: the callbacks read once
 
 
+def segmentation(channels, side=288, batch=4):
+    """Returns a task for a small U-Net that labels each pixel of large images."""
+    random = np.random.default_rng(0)
+    x = random.random((batch, side, side, 3), dtype="float32")
+
+    def convolved(width, inputs):
+        layer = keras.layers.Conv2D(width, 3, padding="same", activation="relu")
+        return layer(inputs)
+
+    def build():
+        images = hidden = keras.Input((side, side, 3))
+        skipped = []
+        for width in (channels, 2 * channels, 4 * channels):
+            hidden = convolved(width, hidden)
+            skipped.append(hidden)
+            hidden = keras.layers.MaxPooling2D()(hidden)
+        hidden = convolved(8 * channels, hidden)
+        for other in reversed(skipped):
+            upsampled = keras.layers.UpSampling2D()(hidden)
+            joined = keras.layers.Concatenate()([upsampled, other])
+            hidden = convolved(other.shape[-1], joined)
+        return keras.Model(images, layers.Softmax()(keras.layers.Conv2D(3, 1)(hidden)))
+
+    return Task(build, x, random.integers(0, 3, x.shape[:3]), "images/s", batch)
+
+
+def efficientnet(side=96, batch=16):
+    """Returns a task for EfficientNetB0, which has 213 variables, on small images."""
+    random = np.random.default_rng(0)
+    x = 255 * random.random((batch, side, side, 3), dtype="float32")
+
+    def build():
+        network = keras.applications.EfficientNetB0(
+            weights=None, input_shape=x.shape[1:], classes=10, classifier_activation=None
+        )
+        return keras.Model(network.input, layers.Softmax()(network.output))
+
+    return Task(build, x, random.integers(0, 10, batch), "images/s", batch)
+
+
+# Calls of `fit` in float16: the model, the mode and the number of steps.
+CALLS = {
+    "MLP of width 128, 20 steps": (functools.partial(mlp, 128), "graph", 20),
+    "conv net of width 16, 20 steps": (functools.partial(convolutional, 16), "graph", 20),
+    "conv net of width 16, 20 steps, XLA": (functools.partial(convolutional, 16), "XLA", 20),
+    "segmentation of 288 x 288, 8 steps": (functools.partial(segmentation, 8), "graph", 8),
+    "EfficientNetB0 on 96 x 96, 8 steps": (efficientnet, "graph", 8),
+    "transformer block of width 128, 200 steps": (
+        functools.partial(transformer, 128, 32),
+        "graph",
+        200,
+    ),
+}
+
+
 def measure(is_quick):
+    """Yields the time of calls, and of first and later epochs of each model in each mode."""
+    for name in list(CALLS)[:1] if is_quick else CALLS:
+        times = in_new_process(call_times, name, 1 if is_quick else 3)
+        for clock, unit in enumerate(("CPU time", "wall time")):
+            seconds = {
+                variant: [both[clock] for both in rounds] for variant, rounds in times.items()
+            }
+            _, mode, _ = CALLS[name]
+            yield comparison(f"call of `fit` in float16: {unit}", name, mode, seconds)
+    yield from measure_epochs(is_quick)
+
+
+def call_times(name, rounds):
+    """Returns the CPU and wall seconds of calls of `fit`, for each variant and round.
+
+    Call it in a new process, which frees the graphs.
+    """
+    warm_up, *_ = CALLS
+    for variant in (OURS, WITH_CALLBACKS):  # what happens once per process
+        timed_call(warm_up, variant)
+    calls = {
+        variant: functools.partial(timed_call, name, variant) for variant in (OURS, WITH_CALLBACKS)
+    }
+    return alternate(calls, rounds)
+
+
+def timed_call(name, variant):
+    """Returns the CPU and wall seconds of a call of `fit` of a new model."""
+    make_task, mode, steps = CALLS[name]
+    task = make_task()
+    model = compiled_model(task, "mixed_float16", OURS, mode)
+    data = tf.data.Dataset.from_tensors((task.x, task.y)).cache().repeat()
+    extra = callbacks.defaults() if variant == WITH_CALLBACKS else []
+    gc.collect()  # models of before have reference cycles
+    begin = time.process_time(), time.perf_counter()
+    model.fit(data, steps_per_epoch=steps, shuffle=False, verbose=0, callbacks=extra)
+    return time.process_time() - begin[0], time.perf_counter() - begin[1]
+
+
+def measure_epochs(is_quick):
     """Yields the CPU time of first and later epochs of each model in each mode."""
     rounds, steps = (1, 20) if is_quick else (5, STEPS)
     names = list(MODELS)[:1] if is_quick else MODELS

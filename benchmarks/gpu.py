@@ -2,9 +2,11 @@
 
     python benchmarks/gpu.py [--out FILE] [--only PART ...] [--budget SECONDS] [--batch N] [--quick]
 
-Trains ResNet-50 and BERT-base in each variant with `fit`, one after another in one process, the
-most valuable first: ten steps of warm-up, then three blocks of ten steps, each timed until the GPU
-is done. FILE is written again after each variant, so a run that is cut off keeps what it has. A
+First what counting cannot decide: normalization by rows, activation and softmax in Keras' code and
+in kmp's, BatchNormalization with and without cuDNN's persistent mode, ResNet-50 in graph mode, and
+on a replica of a strategy. Then ResNet-50 and BERT-base in each variant, with `fit`, one after
+another in one process: ten steps of warm-up, then three blocks of ten steps, each timed until the
+GPU is done. FILE is written again after each variant, so a run that is cut off keeps what it has. A
 variant that fails is recorded with its error. After the budget no further variant starts: `--only`
 runs the other parts later. `--batch` is for GPUs with less memory than 80 GB.
 """
@@ -35,10 +37,12 @@ from step_models import BARE, KERAS, OURS, step_model
 
 import kmp
 from kmp.backend.keras_internals import global_policy, sublayers
+from kmp.bench.environment_variables import PERSISTENT, environment
 from kmp.bench.fit_timer import Blocks, time_fit
-from kmp.bench.measurement import MODES, peak_memory, reset_peak_memory
+from kmp.bench.layer_times import measure_layers
+from kmp.bench.measurement import MODES, Measurement, in_new_process, peak_memory, reset_peak_memory
 from kmp.bench.results import header
-from kmp.layers.fused_normalization import unfuse_normalization
+from kmp.layers.fused_calls import use_call_of_keras
 from kmp.utils import atomic_files
 from kmp_cli.doctor import driver_check
 
@@ -66,11 +70,20 @@ class Variant:
 
 @dataclass(frozen=True)
 class Part:
-    """A model of `step_models.py` that trains in one of `MODES`."""
+    """A model of `step_models.py` that trains in one of `MODES`.
+
+    Args:
+        model: One of `step_models.MODELS`.
+        batch: Its batch size.
+        mode: One of `MODES`.
+        has_strategy: Whether it trains on a replica of a `MirroredStrategy`, where XLA compiles the
+            forward and backward pass.
+    """
 
     model: str
     batch: int
     mode: str
+    has_strategy: bool = False
 
 
 @dataclass(frozen=True)
@@ -128,9 +141,16 @@ PARTS = {
     "resnet-xla": Part("resnet50", 256, "XLA"),
     "bert-xla": Part("bert", 128, "XLA"),
     "bert-graph": Part("bert", 128, "graph"),
+    "replica-graph": Part("resnet50", 64, "graph", has_strategy=True),
+    "replica-xla": Part("resnet50", 64, "XLA", has_strategy=True),
 }
+LAYERS = "layers"
+# Milliseconds of a step on an H200 of 15.9 microseconds an operation, the time of the host that its
+# earlier figures fit.
+PREDICTED = {("resnet-graph", "float16, kmp"): (16, 28)}
 RUNS = [  # the most valuable first
-    *(("resnet-graph", variant) for variant in (FLOAT32, WITH_KMP, NO_SCALE, KERAS_SCALER)),
+    *((part, WITH_KMP) for part in ("resnet-graph", "replica-graph", "replica-xla")),
+    *(("resnet-graph", variant) for variant in (FLOAT32, NO_SCALE, KERAS_SCALER)),
     *(("resnet-graph", variant) for variant in (NOT_COMPILED, NOT_FUSED)),
     *(("resnet-xla", variant) for variant in (FLOAT32, WITH_KMP, NO_SCALE, KERAS_SCALER)),
     *(("bert-xla", variant) for variant in (FLOAT32, WITH_KMP, KERAS_SCALER)),
@@ -154,10 +174,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parsed = parse(arguments)
     start = time.monotonic()
     console = Console(width=120, highlight=False, markup=False)
-    details, results = machine(), list[Result]()
+    details, results, layers = machine(), list[Result](), list[Measurement]()
     for name, value in details.items():
         console.print(f"{name}: {value}")
     parsed.out.parent.mkdir(parents=True, exist_ok=True)
+    if LAYERS in parsed.only:
+        for compared in times_of_layers(parsed.quick):
+            for each in compared:
+                ratio = f", {each.ratio:.2f} of Keras'" if each.ratio else ""
+                console.print(f"{each.case}, {each.variant}: {each.value * 1e6:.1f} us{ratio}")
+            layers += compared
+            write(parsed.out, details, layers, results)
     for part_name, variant in RUNS:
         if part_name not in parsed.only:
             continue
@@ -171,13 +198,48 @@ def main(arguments: Sequence[str] | None = None) -> None:
             part = replace(part, batch=parsed.batch)
         result = measured(part_name, part, variant, blocks)
         outcome = _milliseconds(result.step) + " ms a step" if result.step else result.error
+        predicted = PREDICTED.get((part_name, variant.name))
+        if predicted and not parsed.quick and not parsed.batch:
+            outcome = f"{outcome} (predicted for an H200: {predicted[0]} to {predicted[1]})"
         seconds = f"{result.total_seconds:.0f} s in all"
         console.print(f"{part_name}, {variant.name}: {outcome}, {seconds}")
         results.append(result)
-        content = {"machine": details, "results": [asdict(each) for each in results]}
-        atomic_files.write_json(parsed.out, content)
+        write(parsed.out, details, layers, results)
     for table in tables(results):
         console.print(table)
+
+
+def times_of_layers(is_quick: bool) -> Iterator[list[Measurement]]:
+    """Yields the times of layers, and those of BatchNormalization in cuDNN's persistent mode."""
+    if is_quick:
+        yield from measure_layers(((64, 16),), (2, 4, 4, 8), calls=1, rounds=1)
+        return
+    yield from measure_layers()
+    # TensorFlow reads the variable once.
+    with environment(PERSISTENT):
+        persistent = in_new_process(batch_normalization)
+    yield [replace(each, case=f"{each.case}, persistent") for each in persistent]
+
+
+def batch_normalization() -> list[Measurement]:
+    """Returns the times of BatchNormalization."""
+    (measured,) = measure_layers(rows=())
+    return measured
+
+
+def write(
+    file: Path,
+    details: dict[str, Any],
+    layers: Sequence[Measurement],
+    results: Sequence[Result],
+) -> None:
+    """Writes what was measured until now."""
+    content = {
+        "machine": details,
+        "layers": [asdict(each) for each in layers],
+        "results": [asdict(each) for each in results],
+    }
+    atomic_files.write_json(file, content)
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -186,7 +248,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=description, epilog=rest, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parts, quick = list(PARTS), "two steps of a small model, for a CPU"
+    parts, quick = [LAYERS, *PARTS], "two steps of a small model, for a CPU"
     parser.add_argument("--out", type=Path, default=Path("gpu.json"), metavar="FILE")
     parser.add_argument("--only", nargs="+", choices=parts, default=parts)
     parser.add_argument("--budget", type=float, default=480, metavar="SECONDS", help="default: 480")
@@ -242,19 +304,25 @@ def train(empty: Result, part: Part, variant: Variant, blocks: Blocks) -> Result
 
 def compiled_model(part: Part, variant: Variant) -> keras.Model:
     """Returns a new compiled model."""
-    optimizer: keras.optimizers.Optimizer = keras.optimizers.Adam(LEARNING_RATE)
     context: contextlib.AbstractContextManager[Any] = global_policy(variant.policy)
-    if variant.scaling == KERAS:
-        optimizer = keras.optimizers.LossScaleOptimizer(optimizer, INITIAL_SCALE)
     if variant.scaling == OURS:
         settings = {"jit_compile": variant.jit_compile, "initial_scale": INITIAL_SCALE}
         context = kmp.enable(variant.policy, **settings)
-    with context:
+    strategy = tf.distribute.get_strategy()
+    if part.has_strategy:
+        device = "GPU:0" if tf.config.list_physical_devices("GPU") else "CPU:0"
+        strategy = tf.distribute.MirroredStrategy([device])
+    # Under a strategy, `True` would make Keras compile all of the step of a single replica.
+    compiles = "auto" if part.has_strategy and MODES[part.mode] else MODES[part.mode]
+    with strategy.scope(), context:
+        optimizer: keras.optimizers.Optimizer = keras.optimizers.Adam(LEARNING_RATE)
+        if variant.scaling == KERAS:
+            optimizer = keras.optimizers.LossScaleOptimizer(optimizer, INITIAL_SCALE)
         model = step_model(part.model).model
         if not variant.is_fused:
             for layer in sublayers(model):
-                unfuse_normalization(layer)
-        options = {"jit_compile": MODES[part.mode], "auto_scale_loss": variant.scaling == OURS}
+                use_call_of_keras(layer)
+        options = {"jit_compile": compiles, "auto_scale_loss": variant.scaling == OURS}
         model.compile(optimizer, "sparse_categorical_crossentropy", **options)
     return model
 

@@ -18,7 +18,8 @@ from kmp.bench.measurement import (
     seconds_per_call,
 )
 from kmp.bench.models import OURS, compiled_model, convolutional, mlp, timed_training, transformer
-from kmp.replay import Passes, StepContext, TrainStep, replay_batch
+from kmp.guarding.guarded_step import guarded_step_of
+from kmp.replay import Passes, StepContext, replay_batch
 
 STEP, FINITE, OVERFLOWING = "training step", "replay", "replay of an overflow"
 BOTH_FORMATS = "replay in float16 and bfloat16"
@@ -74,8 +75,7 @@ def trained(name):
 def seconds_of_replay(model, batch, *, compares_formats=False):
     """Returns the seconds of a replay."""
     variables = {variable.path: variable for variable in model.trainable_variables}
-    step = TrainStep(functools.partial(type(model).train_step, model), [model.optimizer])
-    passes = Passes(model, batch, step, variables)
+    passes = Passes(model, batch, guarded_step_of(model).graph, variables)
     context = StepContext(1, 2.0**15, compares_formats=compares_formats)
     return seconds_per_call(lambda: replay_batch(passes, context))
 

@@ -66,6 +66,7 @@ def run(json_file: Path | None = None) -> int:
     if broken is None:
         results = _measure(console)
         if results["exit_status"] != BROKEN:
+            results.update(_measure_layers(console))
             results.update(_measure_environment(console))
     else:
         verdict = f"Mixed precision does not work here: {broken.name}: {broken.text.rstrip('.')}."
@@ -325,6 +326,45 @@ def _measure(console: Console) -> dict[str, Any]:
     )
     recommended = dataclasses.asdict(best)
     return {"exit_status": status, "verdict": verdict, "recommended": recommended, **results}
+
+
+def _measure_layers(console: Console) -> dict[str, Any]:
+    """Measures what kmp's ways of some layers gain on a GPU; returns nothing without one."""
+    from kmp import bench, gpus
+
+    if not gpus():
+        return {}
+    console.print("\nMeasuring layers in float16 in graph mode: half a minute ...", style="dim")
+    layers = bench.layer_times
+    measured: list[Any] = []
+    incomplete = ""
+    try:
+        for compared in layers.measure_layers(layers.ROWS[1:2], layers.IMAGES):
+            measured += compared
+    except Exception as error:  # TensorFlow may raise anything
+        incomplete = f" The measurement is incomplete: {_text_of(error)}"
+    table = Table(
+        "layer, forward and backward", "way", "microseconds", "\N{MULTIPLICATION SIGN} Keras"
+    )
+    for result in measured:
+        ratio = f"{result.ratio:.2f}" if result.ratio else ""
+        table.add_row(result.case, result.variant, f"{result.value * 1e6:,.0f}", ratio)
+    for column in table.columns[2:]:
+        column.justify = "right"
+    if measured:
+        console.print(table, soft_wrap=False)
+    ours = [result for result in measured if result.variant == layers.OURS]
+    slower = [result.case for result in ours if (result.ratio or 0.0) > 1.0]
+    advice = f"kmp.enable() uses the ways named {layers.OURS} in graph mode."
+    if slower:
+        advice += (
+            f" Slower than Keras' here: {'; '.join(slower)}. kmp.enable(jit_compile=False) uses"
+            " Keras' for all but BatchNormalization, FusedBatchNormV3 for that, and does not"
+            " compile the optimizer's step."
+        )
+    console.print(f"{advice}{incomplete}")
+    results = [dataclasses.asdict(result) for result in measured]
+    return {"layers": {"advice": f"{advice}{incomplete}", "results": results}}
 
 
 def _measure_environment(console: Console) -> dict[str, Any]:

@@ -27,6 +27,7 @@ BRANCHES = ("If", "StatelessIf")
 # They stay on the host; resources and variants only refer to values.
 HANDLES = (tf.resource, tf.variant, tf.string)
 GPU = ("GPU", "DEFAULT")  # "DEFAULT" kernels run on any device
+XLA_GPU = ("XLA_GPU_JIT",)
 
 
 class Copy(NamedTuple):
@@ -117,6 +118,8 @@ class _Tracker:
     def _outputs_of_call(self, operation):
         operands = list(operation.inputs)
         placement = self.placement
+        is_compiled = operation.node_def.attr["_XlaMustCompile"].b
+        devices = XLA_GPU if is_compiled else self.devices
         is_branch = operation.type in BRANCHES
         if is_branch:
             self._read_on_host(operation, operands.pop(0))
@@ -124,7 +127,7 @@ class _Tracker:
         arguments = [self.on_host[tensor.ref()] for tensor in operands]
         returned = []
         for graph in _called_graphs(operation):
-            tracker = _Tracker(arguments, placement, self.devices, self.in_branches)
+            tracker = _Tracker(arguments, placement, devices, self.in_branches)
             returned.append(tracker.outputs_of(graph))
         results = returned if is_branch else returned[-1:]  # a loop returns its body's outputs
         return [all(flags) for flags in zip(*results, strict=True)]

@@ -4,40 +4,24 @@ import keras
 import matrix
 import pytest
 import tensorflow as tf
-from gpu_kernels import GPU, Copy, place
+from gpu_kernels import GPU, XLA_GPU, Copy, Placement, place
 
 import kmp
 from kmp.backend import tensorflow_internals, xla
+from kmp.backend.compiled_parts import in_step
 from kmp.gradients.tensor_statistics import gradient_statistics, update_statistics
-from kmp.replay.instruments.other_precision import computing_in
+from kmp.guarding.guarded_step import guarded_step_of
 
 pytestmark = pytest.mark.skipif(
     not tf.test.is_built_with_cuda(),
     reason="GPU kernels are registered only in TensorFlow's CUDA build.",
 )
-XLA_GPU = ("XLA_GPU_JIT",)
-# Operations that compute with variables as they are before a step.
-KNOWN_BEFORE_THE_STEP = {
-    *("AddV2", "Cast", "Const", "Equal", "Greater", "Identity", "LogicalAnd", "Placeholder"),
-    *("ReadVariableOp", "StridedSlice", "Unpack", "VarHandleOp"),
-}
 
 
 @pytest.fixture
 def compiled_for_a_gpu(monkeypatch):
     """Makes a compiled step what it is on a GPU."""
     monkeypatch.setattr(xla, "has_gpu", lambda: True)
-
-
-def sources(tensor):
-    """Returns the operations that a tensor of a graph depends on."""
-    found, waiting = set(), [tensor.op]
-    while waiting:
-        op = waiting.pop()
-        if op not in found:
-            found.add(op)
-            waiting += [each.op for each in op.inputs]
-    return found
 
 
 def training_step(model, **options):
@@ -57,10 +41,11 @@ def unwrapped_model(option):
 
 
 def captured(model):
-    """Samples, and keeps the batches of skipped steps, to replay them."""
+    """Samples, and keeps the batches of skipped steps, as `fit` does: beside the step."""
     monitor = kmp.callbacks.Monitor()
     monitor.set_model(model)
     monitor.on_train_begin()
+    guarded_step_of(model).kept.is_keeping = True
     return model
 
 
@@ -73,19 +58,11 @@ def test_compiled_step_copies_nothing_to_the_host(option):
         placement = place(
             training_step(matrix.make_model(option, compiles_step=True)), in_branches=False
         )
-        function = training_step(captured(matrix.make_model(option, compiles_step=True)))
+        model = captured(matrix.make_model(option, compiles_step=True))
+        with_callbacks = place(training_step(model), in_branches=False)
     assert placement.copies - baseline.copies == {}
     assert placement.without_kernel <= baseline.without_kernel
-
-    # With callbacks there is one branch, whether the step before was skipped: known when the step
-    # begins.
-    with_callbacks = place(function, in_branches=False)
-    [(copy, count)] = (with_callbacks.copies - baseline.copies).items()
-    assert (copy.operation, count) == ("If", 1)
-    conditions = [op.inputs[0] for op in function.graph.get_operations() if op.type == "If"]
-    known = [condition for condition in conditions if "CPU" not in condition.op.device]
-    assert len(known) == 1
-    assert {op.type for op in sources(known[0])} <= KNOWN_BEFORE_THE_STEP
+    assert with_callbacks.copies - baseline.copies == {}
 
 
 @pytest.mark.parametrize("option", matrix.OPTIONS)
@@ -108,39 +85,64 @@ def test_xla_has_a_gpu_kernel_for_every_operation_of_a_step(option, xla_on_gpu):
         assert place(training_step(model, jit_compile=True), XLA_GPU).without_kernel == {}
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
-@pytest.mark.parametrize(
-    "cls",
-    [
-        kmp.layers.BatchNormalization,
-        *(
-            getattr(keras.layers, f"{name}Normalization")
-            for name in ("Batch", "Layer", "Group", "RMS")
-        ),
-    ],
-)
-def test_normalization_runs_on_the_device_in_both_directions(cls, dtype):
-    with kmp.enable("mixed_bfloat16" if dtype == "bfloat16" else "mixed_float16"):
-        layer = cls(groups=4) if cls is keras.layers.GroupNormalization else cls()
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("is_frozen", [False, True])
+@pytest.mark.parametrize("cls", [kmp.layers.BatchNormalization, keras.layers.BatchNormalization])
+def test_batch_normalization_runs_on_the_device_in_both_directions(cls, is_frozen, dtype):
+    with kmp.enable(f"mixed_{dtype}"):
+        layer = cls()
     layer.build((None, 4, 4, 8))
-    is_batch = issubclass(cls, keras.layers.BatchNormalization)
+    weights = [weight.value for weight in layer.trainable_weights]
+    layer.trainable = not is_frozen
 
     def step(x):
         with tf.GradientTape() as tape:
             tape.watch(x)
-            y = layer(x, training=True) if is_batch else layer(x)
-        return tape.gradient(y, [x, *(weight.value for weight in layer.trainable_weights)])
+            y = layer(x, training=True)
+        return tape.gradient(y, [x, *weights])
 
     for rows in (8, None):
         spec = tf.TensorSpec([rows, 4, 4, 8], dtype)
-        with computing_in(dtype, [layer]):  # float32 as in a pass of a replay
-            function = tf.function(step, autograph=False).get_concrete_function(spec)
+        function = tf.function(step, autograph=False).get_concrete_function(spec)
         placement = place(function)
-        assert "FusedBatchNormGradV3" in {
-            operation.type for operation in function.graph.get_operations()
-        }
+        operations = function.graph.get_operations()
+        gradients = [op for op in operations if op.type == "FusedBatchNormGradV3"]
+        # TensorFlow refuses those of given statistics on a GPU with op determinism.
+        assert [op.get_attr("is_training") for op in gradients] == [True] * (not is_frozen)
         assert placement.copies == {}
         assert placement.without_kernel == {}
+
+
+@pytest.mark.parametrize(
+    ("make", "size"),
+    [
+        (keras.layers.LayerNormalization, 4),
+        (keras.layers.LayerNormalization, None),
+        (lambda: keras.layers.GroupNormalization(4), 4),
+        (keras.layers.RMSNormalization, 4),
+        (keras.layers.BatchNormalization, 4),
+        (lambda: keras.layers.BatchNormalization(axis=1), 4),
+        (lambda: keras.layers.Activation("gelu"), 4),
+        (lambda: keras.layers.Activation("softmax"), 4),
+    ],
+)
+def test_xla_has_a_gpu_kernel_for_every_operation_of_a_compiled_part(make, size):
+    with kmp.enable():
+        layer = make()
+        layer.build((None, 4, 4, 8))
+
+        def step(x):
+            with tf.GradientTape() as tape:
+                tape.watch(x)
+                y = layer(x, training=True)
+            return tape.gradient(y, [x, *(weight.value for weight in layer.trainable_weights)])
+
+        spec = tf.TensorSpec([None, size, 4, 8], tf.float16)
+        with xla.traced_for_gpu(), in_step():
+            function = tf.function(step, autograph=False).get_concrete_function(spec)
+    calls = [op for op in function.graph.get_operations() if op.type == "PartitionedCall"]
+    assert len(calls) >= 2
+    assert place(function) == Placement()
 
 
 def test_deterministic_statistics_are_measured_on_the_device(monkeypatch):

@@ -6,6 +6,7 @@ from kmp.advice import (  # they add their causes to `text_of`
     precision_texts,
     range_texts,
     scale_texts,
+    step_texts,
     underflow_texts,
     update_texts,
 )
@@ -26,6 +27,7 @@ __all__ = [
     "precision_texts",
     "range_texts",
     "scale_texts",
+    "step_texts",
     "underflow_texts",
     "update_texts",
 ]

@@ -16,11 +16,10 @@ class Finding:
         cause: Short name of the cause. Of skipped steps: `"data"`, `"targets"`,
             `"optimizer_state"`, `"exploding"`, `"constant"`, `"forward_overflow"`,
             `"forward_underflow"`, `"rounding"`, `"loss_overflow"`, `"loss"`,
-            `"backward_overflow"` or `"scale_too_large"`. Of NaN or Inf that compiling hides:
-            `"uncompiled"`. Of what 16 bits lose: `"precision_loss"`, `"unscaled_loss"`,
-            `"lost_updates"`, `"branch_underflow"`, `"scale_too_small"` or `"range"`. Of settings:
-            `"growth_interval_too_small"`, `"hysteresis_too_large"` or `"initial_scale"`. Or
-            `"float32_fallback"`, `"dead"`, `"unused"` or `"untrained"`.
+            `"backward_overflow"` or `"scale_too_large"`. Of what 16 bits lose: `"precision_loss"`,
+            `"unscaled_loss"`, `"lost_updates"`, `"branch_underflow"`, `"scale_too_small"` or
+            `"range"`. Of settings: `"growth_interval_too_small"`, `"hysteresis_too_large"` or
+            `"initial_scale"`. Or `"float32_fallback"`, `"dead"`, `"unused"` or `"untrained"`.
         severity: `"error"` if the run is broken, `"warning"` if it loses accuracy or time, or
             `"info"`.
         title: The problem, as a sentence.

@@ -7,6 +7,7 @@ from kmp.advice.wording import (
     cast_by_hand,
     counted,
     failed_steps,
+    first_few,
     largest_value,
     note_of_cast,
     replayed_with_change,
@@ -14,33 +15,53 @@ from kmp.advice.wording import (
 from kmp.diagnosis import RunMetrics
 from kmp.diagnosis.forward_causes import (
     LOGARITHMS,
-    HiddenNonfinite,
+    GrowingActivations,
     LossInFloat16,
+    NonfiniteCompiled,
     NonfiniteForward,
     NonfiniteInFloat32,
     NonfiniteLossFunction,
     UnexplainedLoss,
     is_cast_of_constant,
 )
-from kmp.records.replay import LOSS_FUNCTION
+from kmp.records import Replay
+from kmp.records.replay import LOSS_FUNCTION, NonfiniteOperation
 from kmp.utils.float_formats import FLOAT32
 
 
 @text_of.register
 def _(cause: NonfiniteForward, run: RunMetrics) -> Text:
     found, replay = cause.operation, cause.replay
-    in_float32, proof = "all outputs are finite", "the outputs for the batch are finite"
-    if replay.loop and not replay.is_forward_only:
-        proof = "the outputs and gradients for the batch are finite"
-    elif not replay.is_forward_only:
-        in_float32 = f"the loss is {replay.float32_loss:.4g}"
-        proof = "the same batch has a finite loss and gradients"
     return Text(
         _title(cause, run),
-        f"{failed_steps(run)}; replayed, {found.operation} in {run.describe(found.layer)} is the"
-        f" first to return {found.value}, for {_operand(cause)}; in float32 {in_float32}",
-        replayed_with_change(run, replay, proof),
+        f"{failed_steps(run)}; replayed, {found.operation} in {run.describe(found.layer)}"
+        f"{_line_in_loss(run, found)} is the first to return {found.value}, for"
+        f" {_operand(cause)}; in float32 {_in_float32(replay)}",
+        replayed_with_change(run, replay, _proof(replay)),
     )
+
+
+def _line_in_loss(run: RunMetrics, found: NonfiniteOperation) -> str:
+    """Returns the line of an operation of the loss function, if only one has such an operation."""
+    if found.layer != LOSS_FUNCTION or run.step_facts is None:
+        return ""
+    lines = [each for each in run.step_facts.operations_in_16_bits or () if each.file]
+    own = [each for each in lines if each.operation == found.operation]
+    return f" ({own[0].file}, line {own[0].line})" if len(own) == 1 else ""
+
+
+def _in_float32(replay: Replay) -> str:
+    if replay.float32_loss is None:  # not known, where a step scales none
+        return "all outputs are finite"
+    return f"the loss is {replay.float32_loss:.4g}"
+
+
+def _proof(replay: Replay) -> str:
+    if replay.is_forward_only:
+        return "the outputs for the batch are finite"
+    if replay.float32_loss is None:
+        return "the outputs and gradients for the batch are finite"
+    return "the same batch has a finite loss and gradients"
 
 
 def _title(cause: NonfiniteForward, run: RunMetrics) -> str:
@@ -79,10 +100,33 @@ def _operand(cause: NonfiniteForward) -> str:
 
 
 @text_of.register
-def _(cause: HiddenNonfinite, run: RunMetrics) -> Text:
-    text = text_of(cause.eager, run)
-    compiled = "The compiled model is finite; run operation by operation, it is not."
-    return text._replace(title=f"{text.title} {compiled}")
+def _(cause: NonfiniteCompiled, run: RunMetrics) -> Text:
+    where = capitalized(run.describe(cause.location))
+    return Text(
+        f"{where} returns NaN or Inf in {run.format.name} as XLA compiles the training step.",
+        f"{failed_steps(run)}; replayed by the compiled step it does so too, and operation by"
+        f" operation it does not; in float32 {_in_float32(cause.replay)}",
+        replayed_with_change(run, cause.replay, _proof(cause.replay)),
+    )
+
+
+@text_of.register
+def _(cause: GrowingActivations, run: RunMetrics) -> Text:
+    found, first, loss = next(iter(cause.replay.operations), None), "", ""
+    if found:
+        first = f"; {found.operation} in {run.describe(found.layer)} is the first to return"
+        first += f" {found.value}"
+    if cause.replay.float32_loss is not None:
+        loss = f", and the loss is {cause.replay.float32_loss:.4g}"
+    note = "a smaller scale of the initializers, or a normalization in each block"
+    if not cause.is_from_start:
+        note += ", or a smaller learning rate, if updates have made the weights so large"
+    return Text(
+        f"The activations grow from layer to layer, and reach {cause.largest:.2g} in float32 too.",
+        f"{failed_steps(run)}{first}; replayed in float32, {cause.layers} layers enlarge inputs up"
+        f" to {cause.largest_input:.3g}, by {cause.factor:.2g} times on average{loss}",
+        f"{note}: another number format does not cure it; not tried",
+    )
 
 
 @text_of.register
@@ -132,9 +176,18 @@ def _(cause: NonfiniteInFloat32, run: RunMetrics) -> Text:
 
 @text_of.register
 def _(cause: LossInFloat16, run: RunMetrics) -> Text:
+    evidence = f"{failed_steps(run)}, and it is a float16 tensor"
+    if cause.operations:
+        first, *others = cause.operations
+        names = list(dict.fromkeys(each.operation for each in others))
+        also = f"; so do {first_few(names, most=5)}" if names else ""
+        evidence = (
+            f"{failed_steps(run)}; between the outputs of layers and the loss, {first} computes in"
+            f" float16{also}"
+        )
     return Text(
         "The loss is computed in float16, whose maximum is 65504.",
-        f"{failed_steps(run)}, and it is a float16 tensor",
+        evidence,
         "or cast the outputs to float32 before the loss is computed; not tried, because no replay"
         " has this loss",
     )

@@ -9,7 +9,7 @@ FLOAT32_TRAINING = "a training in float32 to compare with"
 _REPLAYS = (
     "kmp.callbacks.defaults() replays such a batch, and names the first layer that is not finite"
 )
-_GUARD = "kmp.guard(optimizer, model) around the forward pass"
+_GUARD = "kmp.guard(optimizer, model) around the training step, in a `tf.function`"
 
 
 class MissingReplays(NamedTuple):
@@ -35,8 +35,8 @@ def missing_replays(run: RunMetrics) -> MissingReplays:
     if run.settings.get("replay"):
         if run.settings.get("in_fit"):
             return MissingReplays("none was captured", FLOAT32_TRAINING)
-        remedy = f"{_GUARD} of a custom training loop; or {FLOAT32_TRAINING}"
-        return MissingReplays("none was captured", remedy)
+        reason = "none was captured: kmp sees the training step of a loop only in a `tf.function`"
+        return MissingReplays(reason, f"{_GUARD}; or {FLOAT32_TRAINING}")
     asked = "replay=True in kmp.callbacks.defaults()"
     in_loop = f"in a custom training loop {_GUARD}"
     return MissingReplays("", f"{asked}, and {in_loop}; or {FLOAT32_TRAINING}")

@@ -32,9 +32,18 @@ def _(cause: UnscaledLoss, run: RunMetrics) -> Text:
     return Text(
         title,
         f"{of_a_batch(cause.replay)}, in float32, the gradients at two loss scales differ by"
-        " another factor than the scales; the optimizer divides all of them by the scale",
+        " another factor than the scales; the optimizer divides all of them by the scale"
+        f"{_operation_that_changes(run)}",
         note,
     )
+
+
+def _operation_that_changes(run: RunMetrics) -> str:
+    """Returns the operation of the step that is not linear in scaled gradients, if it is known."""
+    facts = run.step_facts
+    if facts is None or facts.scaling != "nonlinear" or facts.operation is None:
+        return ""
+    return f"; in the graph of the step, {facts.operation} is not linear in them"
 
 
 _CLIPPED = (

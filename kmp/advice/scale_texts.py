@@ -177,11 +177,15 @@ def _(cause: HysteresisTooLarge, run: RunMetrics) -> Text:
 
 @text_of.register
 def _(cause: InitialScaleTooLarge, run: RunMetrics) -> Text:
-    return Text(
-        f"The initial loss scale of {as_power(cause.initial)} is too large.",
-        f"{cause.skipped} of the first {cause.first_steps} steps were skipped before the scale had"
-        f" dropped to {as_power(cause.stable)}",
-    )
+    skipped = f"{cause.skipped} of the first {cause.first_steps} steps were skipped"
+    stable = as_power(cause.stable)
+    evidence = f"{skipped} before the scale had dropped to {stable}"
+    if cause.is_replayed:
+        evidence = (
+            f"{skipped} with a finite loss, and none trained; replayed, the gradients are finite at"
+            f" a loss scale of {stable}"
+        )
+    return Text(f"The initial loss scale of {as_power(cause.initial)} is too large.", evidence)
 
 
 @text_of.register

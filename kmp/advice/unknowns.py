@@ -49,7 +49,8 @@ def _not_compared(run: RunMetrics) -> Iterator[str]:
     """Yields what of outputs and gradients was not compared with float32."""
     harmful = [step for step, replay in run.comparisons if _has_harmful_errors(replay)]
     if harmful:
-        errors = f"the errors of outputs or gradients at step {harmful[-1]}"
+        of_all = f"in {len(harmful)} of {counted(len(run.comparisons), 'comparison')}"
+        errors = f"the errors of outputs or gradients at step {harmful[-1]}, {of_all},"
         yield doubt(f"what {errors} did to the training", FLOAT32_TRAINING)
     elif len(run.comparisons) < thresholds.FEW_COMPARISONS or not run.is_compared_late:
         why, remedy = _why_not(run)
@@ -63,7 +64,8 @@ def _missing_in(run: RunMetrics, comparisons: list[Replay]) -> Iterator[str]:
     """Yields what some of the comparisons lack."""
     if any(replay.is_forward_only for replay in comparisons):
         unknown, remedy = "how far gradients are from those in float32", FLOAT32_TRAINING
-        if run.settings.get("train_step") == "keras":  # but a loop of the user's own has trained
+        is_loop = run.settings.get("train_step") == "keras"
+        if is_loop and not _is_scaled_right(run):  # but a loop of the user's own has trained
             unknown += ", and whether the loop scales, clips and unscales them in the right order"
             remedy = f"the same step as the `train_step` of a model in `fit`; or {remedy}"
         yield doubt(
@@ -83,13 +85,7 @@ def _missing_in(run: RunMetrics, comparisons: list[Replay]) -> Iterator[str]:
 
 def _of_a_loop(run: RunMetrics, comparisons: list[Replay]) -> Iterator[str]:
     """Yields what the replays of a training loop do not show, which have no loss."""
-    if any(replay.loop and replay.loop.reads_16_bits for replay in comparisons):
-        yield doubt(
-            "what the loss of the training loop loses, which may be computed from outputs in"
-            f" {run.format.name}",
-            "the last layer with dtype='float32', or its output cast to float32 before anything"
-            f" else; or {FLOAT32_TRAINING}",
-        )
+    yield from _loss_of_loop(run, comparisons)
     found = loop_gradients(run)
     if found is None:
         yield doubt(
@@ -104,8 +100,31 @@ def _of_a_loop(run: RunMetrics, comparisons: list[Replay]) -> Iterator[str]:
             " training loop changes",
             FLOAT32_TRAINING,
         )
-    elif found.is_changed:
+    elif found.is_changed and not (found.factor and _is_scaled_right(run)):
         yield doubt(_changed_gradients(run, found.factor), _IN_FIT)
+
+
+def _loss_of_loop(run: RunMetrics, comparisons: list[Replay]) -> Iterator[str]:
+    """Yields whether the loss of a loop is computed in 16 bits, which no replay compares."""
+    found = run.step_facts.operations_in_16_bits if run.step_facts else None
+    computed = f"which may be computed from outputs in {run.format.name}"
+    if found is None:
+        if not any(replay.loop and replay.loop.reads_16_bits for replay in comparisons):
+            return
+    elif not found:
+        return
+    else:
+        computed = f"which is computed in {found[0].dtype} ({found[0]})"
+    yield doubt(
+        f"what the loss of the training loop loses, {computed}",
+        "the last layer with dtype='float32', or its output cast to float32 before anything"
+        f" else; or {FLOAT32_TRAINING}",
+    )
+
+
+def _is_scaled_right(run: RunMetrics) -> bool:
+    """Whether the graph of the step shows that all gradients are scaled as `apply` expects."""
+    return run.step_facts is not None and run.step_facts.scaling == "right"
 
 
 _IN_FIT = (

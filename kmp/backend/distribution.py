@@ -44,7 +44,9 @@ def sum_over_replicas(values: Structure) -> Structure:
 def all_reduce_sum(tensors: list[tf.Tensor]) -> list[tf.Tensor]:
     """Returns the sums over all replicas and workers of tensors of any float dtype."""
     context: Any = tf.distribute.get_replica_context()
-    return context.all_reduce(tf.distribute.ReduceOp.SUM, tensors) if tensors else []
+    if context.num_replicas_in_sync == 1 or not tensors:
+        return tensors
+    return context.all_reduce(tf.distribute.ReduceOp.SUM, tensors)
 
 
 def check_context(method: str, is_built: bool) -> None:
@@ -104,9 +106,23 @@ def in_update_context(
     tf.distribute.get_replica_context().merge_call(across_replicas, args=(agreed, per_replica))
 
 
+def mirrors_variables(strategy: tf.distribute.Strategy) -> bool:
+    """Whether each replica of a strategy has its own copy of the variables."""
+    return isinstance(strategy, _MIRRORING)
+
+
 def can_update_parts() -> bool:
     """Whether each replica can update its own parts of variables by itself, in `update_parts`."""
-    return isinstance(tf.distribute.get_strategy(), _MIRRORING) and _thread_modes() is not None
+    return mirrors_variables(tf.distribute.get_strategy()) and _thread_modes() is not None
+
+
+def is_local(variable: Any) -> bool:
+    """Whether a replica assigns a variable without the others: then compiled code can too."""
+    value = variable.value if isinstance(variable, keras.Variable) else variable
+    if not isinstance(value, tf.distribute.DistributedValues):
+        return True
+    is_on_read = value.synchronization == tf.VariableSynchronization.ON_READ
+    return is_on_read or value.aggregation == tf.VariableAggregation.NONE
 
 
 def update_parts(

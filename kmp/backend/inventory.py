@@ -46,9 +46,9 @@ _PATCHES = "kmp.enabling.keras_patches"
 _INDICES = "kmp.enabling.exact_indices"
 _PLAIN_STATE = "kmp.optimizer.plain_state"
 _FIXES = "kmp.backend.trainer_fixes"
-_OVERRIDES = "kmp.backend.thread_overrides"
 _INTERNALS = "kmp.backend.tensorflow_internals"
 _PROMOTION = "kmp.backend.promotion"
+_COMPILED = "kmp.layers.compiled_functions"
 
 _WORKERS = "`fit` fails under MultiWorkerMirroredStrategy with several workers"
 _NEEDED_BY_REPLAY = "What a replay needs by thread"
@@ -64,6 +64,7 @@ _NEED_THEIR_ARGUMENTS = (
     "Masking",
     "SeparableConv1D",
     "SeparableConv2D",
+    "SpectralNormalization",
     "UpSampling2D",
 )
 
@@ -154,6 +155,14 @@ PATCHES = (
         when=(Reason.ENABLED, Reason.IN_USE),
         promise="metrics of a model that was loaded without `enable` get float32 tensors",
         link="Metrics and added losses in 16 bits",
+    ),
+    Patch(
+        owner="keras:Model",
+        name="make_predict_function",
+        make=f"{_PATCHES}:make_predict_function_patch",
+        when=(Reason.ENABLED, Reason.IN_USE),
+        promise="`predict` takes few kernels in graph mode on a GPU",
+        link="Activations in 16 bits take many kernels in graph mode",
     ),
     Patch(
         owner="keras:Model",
@@ -248,6 +257,15 @@ PATCHES = (
         promise="what the call of a float32 layer creates is float32",
         link="A layer that is created in a call has the global policy",
     ),
+    Patch(
+        owner="tensorflow.python.framework.ops",
+        name="_create_graph_constant",
+        make="kmp.backend.step_graph:constant_patch",
+        when=(Reason.STEP, Reason.REPLAY),
+        promise="a pass in float32 has the exact values of constants that the step has in 16 bits",
+        since="TensorFlow 2.18",
+        link=_NEEDED_BY_REPLAY,
+    ),
     *(
         Patch(
             owner=owner,
@@ -278,6 +296,24 @@ PATCHES = (
             ("tensorflow.python.util.dispatch", "dispatch", "dispatch_patch"),
         )
     ),
+    *(
+        Patch(
+            owner="keras.src.backend.tensorflow.nn",
+            name=name,
+            make=f"{_COMPILED}:{make}",
+            when=(Reason.ENABLED, Reason.IN_USE),
+            promise="activations in 16 bits are few kernels in graph mode on a GPU",
+            link="Activations in 16 bits take many kernels in graph mode",
+        )
+        for name, make in (
+            ("gelu", "function_patch"),
+            ("hard_sigmoid", "function_patch"),
+            ("hard_silu", "function_patch"),
+            ("silu", "function_patch"),
+            ("softmax", "softmax_patch"),
+            ("_dot_product_attention_xla", "attention_patch"),
+        )
+    ),
     # While a guarded step is traced or runs eagerly.
     Patch(
         owner="keras:Variable",
@@ -289,66 +325,13 @@ PATCHES = (
     ),
     # While a batch is replayed.
     Patch(
-        owner="keras:Layer",
-        name="_dtype_policy",
-        make=f"{_OVERRIDES}:policy_attribute",
-        when=(Reason.REPLAY,),
-        promise="a replay computes in another precision than the training",
-        link=_NEEDED_BY_REPLAY,
-        is_new=True,
-    ),
-    Patch(
-        owner="keras:Variable",
-        name="_dtype",
-        make=f"{_OVERRIDES}:variable_dtype_attribute",
-        when=(Reason.REPLAY,),
-        promise="a replay in float32 does not round the state that it computes",
-        link=_NEEDED_BY_REPLAY,
-        is_new=True,
-    ),
-    Patch(
-        owner="tensorflow:GradientTape",
-        name="gradient",
-        make=f"{_INTERNALS}:gradient_patch",
-        when=(Reason.REPLAY,),
-        promise="a replay knows where the backward pass of a tape ends",
-        since="TensorFlow 2.18",
-        link=_NEEDED_BY_REPLAY,
-    ),
-    Patch(
-        owner="tensorflow.python.eager.context:Context",
-        name="_internal_operation_seed",
-        make=f"{_INTERNALS}:operation_seed_patch",
-        when=(Reason.REPLAY,),
-        promise="a replay does not change which random numbers the training draws",
-        since="TensorFlow 2.18",
-        link=_NEEDED_BY_REPLAY,
-    ),
-    Patch(
         owner="tensorflow.python.eager.polymorphic_function.polymorphic_function:Function",
         name="_run_functions_eagerly",
         make=f"{_INTERNALS}:run_eagerly_patch",
         when=(Reason.REPLAY,),
-        promise="a replay runs the `tf.function`s of its thread eagerly, and traces none",
+        promise="a trace for a replay leaves no trace of the user's `tf.function`s",
         since="TensorFlow 2.18",
         link=_NEEDED_BY_REPLAY,
-    ),
-    *(
-        Patch(
-            owner="tensorflow.python.ops.gen_random_ops",
-            name=operation,
-            make=f"{_INTERNALS}:{operation}_patch",
-            when=(Reason.REPLAY,),
-            promise=f"the passes of a replay get the same numbers from `{operation}`",
-            since="TensorFlow 2.18",
-            link=_NEEDED_BY_REPLAY,
-        )
-        for operation in (
-            "random_standard_normal",
-            "random_uniform",
-            "random_uniform_int",
-            "truncated_normal",
-        )
     ),
 )
 
@@ -407,9 +390,9 @@ PRIVATE_NAMES = (
         "raises an error in `kmp.convert`, and the log does not say it",
     ),
     PrivateName(
-        "keras:Model._call_has_training_arg",
-        "a replay runs the model as in training",
-        "looks for `training` in the signature of `call`",
+        "keras:Model._autoconvert_optionals",
+        "batches of skipped steps are replayed, and a failing one is saved",
+        "keeps no batch of `fit`",
     ),
     PrivateName(
         "keras:Model._compile_metrics",
@@ -431,6 +414,11 @@ PRIVATE_NAMES = (
         "`kmp.audit` knows that a strategy keeps Keras from compiling with XLA",
         "takes a model for one without a strategy",
     ),
+    PrivateName(
+        "tensorflow.python.eager.context:context",
+        "a pass in float32 of a step with branches and loops",
+        "does not pass a step in float32 that has functions",
+    ),
     # Variables and optimizers.
     PrivateName(
         "keras:Variable._value",
@@ -441,6 +429,11 @@ PRIVATE_NAMES = (
         "keras:optimizers.Optimizer._learning_rate",
         "kmp knows a learning rate schedule from a constant",
         "takes the learning rate for a constant",
+    ),
+    PrivateName(
+        "keras:optimizers.Optimizer._clip_gradients",
+        "each of several replicas clips its gradients in compiled code",
+        "raises an error if `clipnorm`, `global_clipnorm` or `clipvalue` is set",
     ),
     PrivateName(
         "keras:optimizers.Optimizer._trainable_variables",
@@ -460,8 +453,13 @@ PRIVATE_NAMES = (
     ),
     PrivateName(
         "keras.src.backend.common.variables:AutocastScope",
-        "a metric that a layer updates adds up in float32",
-        "lets Keras cast the sums to the layer's compute dtype",
+        "metrics and kernels that a layer updates are computed in float32",
+        "lets Keras cast them to the layer's compute dtype",
+    ),
+    PrivateName(
+        "keras.src.backend.tensorflow.numpy",
+        "the compiled update of an embedding reads the rows of its gradient, and waits for no host",
+        "lets Keras search all rows of a divisor for NaN",
     ),
     PrivateName(
         "keras.src.backend.common.stateless_scope:in_stateless_scope",
@@ -477,6 +475,21 @@ PRIVATE_NAMES = (
         "tensorflow.compiler.tf2xla.python.xla:optimization_barrier",
         "kmp needs few kernels under XLA",
         "lets XLA fuse as it does",
+    ),
+    PrivateName(
+        "tensorflow.python.eager.forwardprop_util:pack_tangents",
+        "second derivatives of compiled parts move few bytes",
+        "lets a persistent tape keep what a part computes on the way",
+    ),
+    PrivateName(
+        "tensorflow.python.framework.ops:gradient_registry._registry",
+        "the graph of a training step is freed",
+        "lets TensorFlow keep the graph",
+    ),
+    PrivateName(
+        "tensorflow.python.eager.polymorphic_function.compiler_ir:from_concrete_function",
+        "under a strategy, a step that XLA cannot compile runs as a graph",
+        "lets such a step fail, as Keras does without a strategy",
     ),
     PrivateName(
         "tensorflow:__internal__.distribute.strategy_supports_no_merge_call",
@@ -523,22 +536,19 @@ PRIVATE_NAMES = (
         "`kmp.bench.compare` does not change the seeds and the names of later layers",
         "restores the random numbers of Python, NumPy and TensorFlow only",
     ),
+    *(
+        PrivateName(
+            where,
+            "counts of bytes have the transpositions that TensorFlow adds on a GPU",
+            "counts those of its kernels only",
+        )
+        for where in (
+            "tensorflow.python.grappler.tf_optimizer:OptimizeGraph",
+            "tensorflow.python.grappler.cluster:Cluster",
+            "tensorflow.core.protobuf.device_properties_pb2:NamedDevice",
+        )
+    ),
     # Replays.
-    PrivateName(
-        "tensorflow.python.framework.op_callbacks:add_op_callback",
-        "a replay finds the operation that returned NaN, and ends in time",
-        "does not watch operations",
-    ),
-    PrivateName(
-        "tensorflow.python.framework.op_callbacks:remove_op_callback",
-        "a replay finds the operation that returned NaN, and ends in time",
-        "does not watch operations",
-    ),
-    PrivateName(
-        "tensorflow.python.eager.record:stop_recording",
-        "a replay needs no memory for the gradients of what it only measures",
-        "records them",
-    ),
     PrivateName(
         "tensorflow:types.experimental.PolymorphicFunction._function_cache",
         "the warning of a repair names the `tf.function`s that have to be created again",

@@ -5,7 +5,6 @@ without each name.
 """
 
 import contextlib
-import inspect
 import re
 import weakref
 from collections.abc import Callable, Iterable, Iterator
@@ -146,12 +145,10 @@ def unconnected_copy(operation: keras.Operation) -> keras.Operation:
     return result
 
 
-def attached_to(tensor: Any) -> dict[str, Any]:
-    """Returns what Keras attached to a tensor.
-
-    That is a mask, or the logits of a softmax, which a loss may use instead.
-    """
-    return {name: value for name, value in vars(tensor).items() if name.startswith("_keras")}
+def with_logits(output: tf.Tensor, logits: tf.Tensor) -> tf.Tensor:
+    """Returns the output of a softmax, to which its logits are attached as Keras does."""
+    output._keras_logits = logits
+    return output
 
 
 def in_float32(values: Any) -> Any:
@@ -280,15 +277,6 @@ def _variables_in(value: Any) -> Iterator[keras.Variable]:
             yield from _variables_in(item)
 
 
-def takes_training(model: keras.Model) -> bool:
-    """Whether Keras' `train_step` passes `training=True` to a model.
-
-    Without it, its layers run as for inference.
-    """
-    takes = attribute(model, "keras:Model._call_has_training_arg")
-    return "training" in inspect.signature(model.call).parameters if takes is None else bool(takes)
-
-
 def compile_arguments(model: keras.Model) -> dict[str, Any]:
     """Returns the arguments that a model was compiled with.
 
@@ -331,6 +319,34 @@ def instance_attribute(instance: Any, name: str, value: Any) -> Iterator[None]:
         vars(instance).pop(name, None)
         if value is not None:
             vars(instance)[name] = value
+        yield
+
+
+@contextlib.contextmanager
+def around_steps(
+    model: keras.Model, around: Callable[[Any], contextlib.AbstractContextManager[Any]]
+) -> Iterator[None]:
+    """Has a train function that is made in this context call each step in a context of its own.
+
+    Outside of what XLA compiles, in each turn of the loop of `steps_per_execution`.
+
+    Args:
+        model: The model.
+        around: Returns the context of a step, for its batch.
+    """
+    convert = attribute(model, "keras:Model._autoconvert_optionals")
+    if convert is None:
+        yield
+        return
+
+    def converted(step: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        def run(data: Any) -> Any:
+            with around(data):
+                return step(data)
+
+        return cast(Callable[[Any], Any], convert(run))
+
+    with instance_attribute(model, "_autoconvert_optionals", converted):
         yield
 
 

@@ -209,7 +209,8 @@ def _promote(value: Any) -> Any:
 
 def _note(operation: str, dtype: str) -> None:
     """Logs the line of the user's code that is promoted, once for each."""
-    file, line = _line_of_user()
+    extract = find("tensorflow.python.util.tf_stack:extract_stack")
+    file, line = line_of_user(extract() if extract else [])
     place = Place(file, line, operation, dtype)
     key = (file, line) if file else (operation, 0)
     for places in tuple(_recorded):
@@ -227,14 +228,14 @@ def _note(operation: str, dtype: str) -> None:
     )
 
 
-def _line_of_user() -> tuple[str, int]:
+def line_of_user(stack: Sequence[Any]) -> tuple[str, int]:
     """Returns file and line of the innermost frame outside of libraries, installed ones too.
 
-    TensorFlow's stack has the lines of the source for code that autograph has converted.
+    An empty file if there is none. TensorFlow's stack has the lines of the source for code that
+    autograph has converted.
     """
-    extract = find("tensorflow.python.util.tf_stack:extract_stack")
     found = ("", 0)
-    for frame in reversed(extract() if extract else []):
+    for frame in reversed(stack):
         # Autograph does not know the source of a function that a replica calls.
         is_generated = "__autograph_generated_file" in frame.filename
         if is_generated or frame.filename.startswith(_LIBRARIES):

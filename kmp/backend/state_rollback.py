@@ -112,7 +112,7 @@ def state_of_trace(
     graph: Any = tf.compat.v1.get_default_graph()
     values = [variable.value for variable in known]
     known_handles = {id(value.handle) for value in values if hasattr(value, "handle")}
-    variables, reason = [], _unrestorable_in(graph)
+    variables, reason = [], unrestorable_in(graph)
     for handle, is_assigned in _captured_by(graph):
         if id(handle) in known_handles and not (unless_assigned and is_assigned):
             continue
@@ -145,7 +145,15 @@ def _dtypes_of_handle(handle: Any) -> list[tf.DType] | None:
     return [tf.as_dtype(each.dtype) for each in shapes_and_types]
 
 
-def _unrestorable_in(graph: Any) -> str | None:
+def handle_dtype(handle: Any) -> tf.DType | None:
+    """Returns the dtype of the variable of a handle; `None` of another tensor."""
+    dtypes = _dtypes_of_handle(handle)
+    if dtypes is None:
+        raise RuntimeError(f"a pass uses {_UNSEEN}")
+    return dtypes[0] if len(dtypes) == 1 else None
+
+
+def unrestorable_in(graph: Any) -> str | None:
     """Returns what a pass of a graph would change that nobody can restore, or `None`."""
     graphs = list(_with_nested(graph, set()))
     if None in graphs:

@@ -6,22 +6,16 @@ changes for its own thread; the exception is TF32, which is a setting of the pro
 
 import contextlib
 import functools
-import random
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from collections.abc import Iterator
+from contextvars import ContextVar
+from typing import Any
 
-import keras
 import tensorflow as tf
 
-from kmp.backend.inventory import Reason
-from kmp.backend.patching import patches
 from kmp.backend.private_names import attribute, find
-from kmp.backend.undo import Context, Undos
-from kmp.utils.float_formats import FORMATS_16_BIT
-
-Value = TypeVar("Value")
+from kmp.backend.undo import Undos
+from kmp.utils.context_values import context_value
 
 
 def is_deterministic() -> bool:
@@ -36,223 +30,17 @@ def is_onednn_enabled() -> bool:
     return is_enabled is None or bool(is_enabled())
 
 
-@contextlib.contextmanager
-def watching_operations(
-    observe: Callable[[str, Sequence[tf.Tensor], Sequence[tf.Tensor]], None],
-) -> Iterator[None]:
-    """Calls a function after each operation that this thread runs eagerly in the context.
-
-    `tf.debugging.enable_check_numerics` works like this.
-
-    Args:
-        observe: Gets the type of the operation, its inputs and its outputs. It must not run
-            operations itself, but may read tensors with `numpy`.
-    """
-
-    def callback(
-        operation: str | bytes,
-        inputs: Any,
-        attributes: Any,
-        outputs: Any,
-        op_name: Any = None,
-        graph: Any = None,
-    ) -> None:
-        del attributes, op_name
-        if graph is None:
-            name = operation.decode() if isinstance(operation, bytes) else operation
-            observe(name, inputs, outputs)
-
-    add = find("tensorflow.python.framework.op_callbacks:add_op_callback")
-    remove = find("tensorflow.python.framework.op_callbacks:remove_op_callback")
-
-    def undo() -> None:
-        with contextlib.suppress(KeyError):  # not added, or removed already
-            remove(callback)
-
-    if add is None or remove is None:
-        yield
-        return
-    with Undos() as undos, undos.first_attempt():
-        undos.add(undo)
-        add(callback)
-        yield
+_runs_eagerly: ContextVar[bool] = ContextVar("_runs_eagerly", default=False)
 
 
-def without_tapes() -> contextlib.AbstractContextManager[None]:
-    """Stops the recording of all tapes in the context.
-
-    The public method of a tape stops that tape only.
-    """
-    stop_recording = find("tensorflow.python.eager.record:stop_recording")
-    return contextlib.nullcontext() if stop_recording is None else stop_recording()
-
-
-class RandomNumbers:
-    """A stream of random numbers: the `position` of the next draw, which may be set back."""
-
-    def __init__(self) -> None:
-        self.position = 0
-        self.operation_seeds = random.Random(0)
-
-
-@dataclass
-class _ThreadState(threading.local):
-    """What the contexts of this module have set in this thread; the last one applies."""
-
-    numbers: list[RandomNumbers] = field(default_factory=list)
-    hooks: list["_GradientHook"] = field(default_factory=list)
-    eager: list[object] = field(default_factory=list)
-
-
-@dataclass(frozen=True, eq=False)
-class _GradientHook:
-    before: Callable[[], Any]
-    after: Callable[[Any], None]
-
-
-_state = _ThreadState()
-
-
-@contextlib.contextmanager
-def _in_this_thread(values: list[Value], value: Value) -> Iterator[Value]:
-    """Adds a value to a list of `_state` in the context, with the patches of a replay."""
-
-    def remove() -> None:
-        values[:] = [each for each in values if each is not value]
-
-    with Undos() as undos, undos.first_attempt():
-        undos.enter(patches.holding(Reason.REPLAY))
-        undos.add(remove)
-        values.append(value)
-        yield value
-
-
-def equal_random_numbers() -> Context[RandomNumbers]:
-    """Makes this thread draw the same numbers from eager random operations in each such context.
-
-    That holds for `tf.random.normal`, `uniform` and `truncated_normal` in every dtype: numbers of
-    16 bits are rounded from float32. Their own operations continue a stream that nobody can set
-    back. Other threads draw from their streams as if there were no such context, and so does this
-    thread after it: no stream is advanced, and none is set back.
-    """
-    return _in_this_thread(_state.numbers, RandomNumbers())
-
-
-def operation_seed_patch(original: Callable[..., int]) -> Callable[..., int]:
-    """Patches the generator of seeds for eager operations, which is one for all threads."""
-
-    @functools.wraps(original)
-    def _internal_operation_seed(self: Any) -> int:
-        if not _state.numbers:
-            return original(self)
-        return _state.numbers[-1].operation_seeds.randint(0, 2**31 - 1)
-
-    return _internal_operation_seed
-
-
-def _random_patch(draw: Callable[..., tf.Tensor]) -> Callable[[Any], Any]:
-    """Returns a patch of an operation that draws with `draw(shape, ..., seed=seed)` instead."""
-
-    def patch(original: Callable[..., tf.Tensor]) -> Callable[..., tf.Tensor]:
-        @functools.wraps(original)
-        def operation(*args: Any, **kwargs: Any) -> tf.Tensor:
-            if not _state.numbers or not tf.executing_eagerly():
-                return original(*args, **kwargs)
-            numbers = _state.numbers[-1]
-            numbers.position += 1
-            for name in ("seed", "seed2", "name"):
-                kwargs.pop(name, None)
-            return draw(*args, **kwargs, seed=(numbers.position, 0))
-
-        return operation
-
-    return patch
-
-
-def _draw_floats(
-    draw: Callable[..., tf.Tensor],
-    shape: Any,
-    dtype: Any,
-    *,
-    seed: Sequence[int],
-    below_one: bool = False,
-) -> tf.Tensor:
-    number_format = FORMATS_16_BIT.get(tf.as_dtype(dtype).name)
-    if number_format is None:
-        return draw(shape, seed, dtype=dtype)
-    numbers = tf.cast(draw(shape, seed, dtype=tf.float32), dtype)
-    if not below_one:
-        return numbers
-    return tf.minimum(numbers, 1.0 - 2.0 ** -(number_format.fraction_bits + 1))
-
-
-def _draw_integers(shape: Any, minval: Any, maxval: Any, *, seed: Sequence[int]) -> tf.Tensor:
-    dtype = tf.convert_to_tensor(minval).dtype
-    return tf.random.stateless_uniform(shape, seed, minval, maxval, dtype)
-
-
-random_standard_normal_patch = _random_patch(
-    functools.partial(_draw_floats, tf.random.stateless_normal)
-)
-random_uniform_patch = _random_patch(
-    functools.partial(_draw_floats, tf.random.stateless_uniform, below_one=True)
-)
-random_uniform_int_patch = _random_patch(_draw_integers)
-truncated_normal_patch = _random_patch(
-    functools.partial(_draw_floats, tf.random.stateless_truncated_normal)
-)
-
-
-def after_each_gradient(
-    before: Callable[[], Any], after: Callable[[Any], None]
-) -> Context["_GradientHook"]:
-    """Calls a function after each `tf.GradientTape.gradient` of this thread in the context.
-
-    Args:
-        before: Called without arguments before the gradient is computed.
-        after: Called with what `before` returned, also after an exception.
-    """
-    return _in_this_thread(_state.hooks, _GradientHook(before, after))
-
-
-def gradient_patch(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Patches `tf.GradientTape.gradient` to call the functions of `after_each_gradient`."""
-
-    @functools.wraps(original)
-    def gradient(
-        self: tf.GradientTape, target: Any, sources: Any, *args: Any, **options: Any
-    ) -> Any:
-        if not _state.hooks:
-            return original(self, target, sources, *args, **options)
-        hook = _state.hooks[-1]
-        state = hook.before()
-        try:
-            sources = tf.nest.map_structure(_with_assigned_value, sources)
-            return original(self, target, sources, *args, **options)
-        finally:
-            hook.after(state)
-
-    return gradient
-
-
-def _with_assigned_value(source: Any) -> Any:
-    """Returns the tensor that a pass has assigned to a weight, such as a normalized kernel.
-
-    The assignment of a pass does not reach the variable, so the loss depends on the tensor.
-    """
-    if isinstance(source, keras.Variable) and not isinstance(source.value, tf.Variable):
-        return source.value
-    return source
-
-
-def functions_run_eagerly() -> Context[object]:
-    """Runs each `tf.function` that this thread calls in the context eagerly.
+def functions_run_eagerly() -> contextlib.AbstractContextManager[None]:
+    """Runs each `tf.function` that this thread calls in the context as a part of its caller.
 
     Other threads run theirs as before, unlike with `tf.config.run_functions_eagerly`. Functions
     that `tf.vectorized_map`, `tf.map_fn` and single operations of Keras create for themselves need
     a graph and are traced.
     """
-    return _in_this_thread(_state.eager, object())
+    return context_value(_runs_eagerly, True)
 
 
 # Modules whose functions need a graph. Keras compiles operations that TensorFlow's own kernels
@@ -271,7 +59,7 @@ def run_eagerly_patch(original: property) -> property:
 
     @functools.wraps(read)
     def _run_functions_eagerly(self: Any) -> bool:
-        if not _state.eager:
+        if not _runs_eagerly.get():
             return read(self)
         module = str(getattr(self.python_function, "__module__", ""))
         if not module.startswith(_NEEDING_A_GRAPH):
@@ -329,6 +117,21 @@ def _has_tensor_float_32() -> bool:
         if details.get("compute_capability", (8, 0)) >= (8, 0):
             return True
     return False
+
+
+def functions_added(definition: Any) -> contextlib.ExitStack:
+    """Makes the functions of a `GraphDef` known to TensorFlow, until what is returned is closed."""
+    added = contextlib.ExitStack()
+    context_of = find("tensorflow.python.eager.context:context")
+    if context_of is None:
+        return added
+    context = context_of()
+    for function in definition.library.function:
+        name = function.signature.name
+        if not context.has_function(name):
+            context.add_function_def(function)
+            added.callback(context.remove_function, name)
+    return added
 
 
 def traces_of(function: Any) -> list[Any]:

@@ -12,6 +12,7 @@ from keras import ops
 
 from kmp.backend.private_names import find
 
+_SIZE = 64  # of an axis, such as that of rows, whose size is not known
 _LARGEST_MASK = 2**14  # elements; each larger tensor has a kernel of its own anyway
 
 
@@ -19,6 +20,42 @@ def is_tracing() -> bool:
     """Whether the current graph is traced for XLA. TensorFlow 2.21 has no public name for it."""
     is_of_xla = find("tensorflow.python.ops.control_flow_util:GraphOrParentsInXlaContext")
     return is_of_xla is not None and is_of_xla(tf.compat.v1.get_default_graph())
+
+
+def check_compilable(function: Any, device: str) -> None:
+    """Raises an error if XLA cannot convert a concrete function, without compiling or running it.
+
+    The conversion finds operations without a kernel, and values and shapes that must be constants.
+    It takes a tenth of the time that the compilation takes. Not checked are functions that capture
+    tensors of a graph.
+
+    Args:
+        function: The concrete function.
+        device: The name of the device that is to run it.
+
+    Raises:
+        ValueError: If XLA cannot convert it, or if the rank of an argument is not known.
+    """
+    convert = find(
+        "tensorflow.python.eager.polymorphic_function.compiler_ir:from_concrete_function"
+    )
+    captured = function.captured_inputs
+    arguments = function.inputs[: len(function.inputs) - len(captured)]
+    if convert is None or any(map(tf.is_symbolic_tensor, captured)):
+        return
+    specs = [tf.TensorSpec(_with_sizes(each.shape), each.dtype) for each in arguments]
+    try:
+        with tf.init_scope(), tf.device(device):
+            convert(function, specs)(stage="hlo_serialized")
+    except (ValueError, tf.errors.OpError) as error:  # a `ValueError` in TensorFlow 2.21
+        raise ValueError(str(error).removeprefix("Failed getting HLO text: ").strip("'")) from error
+
+
+def _with_sizes(shape: tf.TensorShape) -> tf.TensorShape:
+    """Returns a shape with a size for each axis whose size is not known."""
+    if shape.rank is None:
+        raise ValueError("the rank of a tensor of the batch is not known")
+    return tf.TensorShape([_SIZE if size is None else size for size in shape])
 
 
 class _Traces(threading.local):
@@ -49,6 +86,16 @@ def has_gpu() -> bool:
     return _traces.are_for_gpu or bool(tf.config.get_visible_devices("GPU"))
 
 
+def fuses_reductions() -> bool:
+    """Whether XLA makes one kernel of a reduction and of what needs its result.
+
+    It does so with Triton, on GPUs of compute capability 8.0 (Ampere) and later.
+    """
+    gpus = tf.config.get_visible_devices("GPU")
+    details = map(tf.config.experimental.get_device_details, gpus)
+    return all(each.get("compute_capability", (8, 0)) >= (8, 0) for each in details)
+
+
 def masks_of(condition: tf.Tensor) -> Callable[[Sequence[int | None]], tf.Tensor]:
     """Returns a function of a shape, which returns what selects between tensors of that shape.
 
@@ -77,12 +124,20 @@ def opaque(tensor: tf.Tensor) -> tf.Tensor:
     """Returns a tensor that XLA computes by itself.
 
     It does not fuse, fold or share the computation with others. TensorFlow 2.21 has no public name
-    for this barrier.
+    for this barrier, and no gradient of it.
     """
     if not is_tracing():
         return tensor
     barrier = find("tensorflow.compiler.tf2xla.python.xla:optimization_barrier")
     return tensor if barrier is None else barrier(tensor)[0]
+
+
+def _barrier_gradient(op: tf.Operation, *gradients: tf.Tensor) -> Sequence[tf.Tensor]:
+    return gradients
+
+
+with contextlib.suppress(KeyError):  # a later TensorFlow may have a gradient of it
+    tf.RegisterGradient("XlaOptimizationBarrier")(_barrier_gradient)
 
 
 def call_if(condition: Any, function: Callable[[], None], compiles: bool = False) -> None:
@@ -97,12 +152,15 @@ def call_if(condition: Any, function: Callable[[], None], compiles: bool = False
         condition: Scalar bool tensor.
         function: The function.
         compiles: Whether a graph calls it compiled and without a branch, for which a GPU would wait
-            for the host. It may then write no int32 variables, which TensorFlow keeps on the host.
+            for the host. It may then write no int32 variables, which TensorFlow keeps on the host,
+            and none that replicas assign together.
     """
-    if is_tracing() or tf.distribute.has_strategy() or _in_stateless_scope():
+    if is_tracing() or _in_stateless_scope():
         function()
     elif compiles and not tf.executing_eagerly():
         tf.function(function, jit_compile=True, autograph=False)()
+    elif tf.distribute.has_strategy():
+        function()
     else:
         ops.cond(condition, outlined(function), lambda: None)
 

@@ -16,7 +16,7 @@ import tensorflow as tf
 
 from kmp.backend.global_state import global_state_restored
 from kmp.backend.graph_traffic import Traffic
-from kmp.backend.jit_support import jit_obstacle
+from kmp.backend.jit_support import jit_obstacle, request
 from kmp.backend.keras_internals import sublayers
 from kmp.backend.xla import traced_for_gpu
 from kmp.bench.fit_timer import Blocks, time_fit
@@ -155,7 +155,8 @@ class _Trainer:
     def turn(self) -> tuple[float, int | None]:
         """Continues the training; returns the seconds of a step, and on a GPU its memory."""
         model = self.variant.model
-        model.train_function, model.jit_compile = self._function, MODES[self.mode]
+        model.train_function = self._function
+        request(model, MODES[self.mode])
         before = memory_in_use()
         with enable(self.variant.policy):
             times = time_fit(model, self.variant.data, self._blocks)
@@ -258,6 +259,7 @@ def _steps(
 def _traffic(variant: _Variant) -> Traffic | None:
     """Returns what a training step would cost on a GPU in graph mode; `None` if none is traced."""
     model, spec = variant.model, variant.data.element_spec
+    request(model, False)
 
     def step(data: Any) -> Any:
         with traced_for_gpu():  # in the thread of a replica

@@ -62,7 +62,7 @@ def images_per_second() -> list[float]:
 
 
 def _rates_with(variables: Mapping[str, str]) -> list[float]:
-    with _environment(variables):
+    with environment(variables):
         return in_new_process(images_per_second)
 
 
@@ -80,7 +80,7 @@ def _ratio(result: Measurement) -> float:
 
 
 @contextlib.contextmanager
-def _environment(variables: Mapping[str, str]) -> Iterator[None]:
+def environment(variables: Mapping[str, str]) -> Iterator[None]:
     """Sets these variables for new processes, and none of the others in `NAMES`."""
     before = {name: os.environ.pop(name) for name in NAMES if name in os.environ}
     os.environ.update(variables)

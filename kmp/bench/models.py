@@ -12,7 +12,7 @@ from kmp import layers
 from kmp.backend.keras_internals import global_policy, sublayers
 from kmp.bench.measurement import MODES
 from kmp.guarding.guarded_step import guard_train_step
-from kmp.layers.fused_normalization import fuse_normalization
+from kmp.layers.fused_calls import use_fused_call
 from kmp.optimizer import LossScaleOptimizer
 from kmp.utils.float_formats import FLOAT32
 
@@ -144,7 +144,7 @@ def compiled_model(task: Task, policy: str, scaling: str, mode: str) -> keras.Mo
         model = task.build()
     if policy != FLOAT32.name and scaling != KERAS:
         for layer in sublayers(model):
-            fuse_normalization(layer)
+            use_fused_call(layer)
     optimizer: keras.optimizers.Optimizer = keras.optimizers.Adam(1e-4)
     if scaling != BARE:
         keras_class = keras.optimizers.LossScaleOptimizer

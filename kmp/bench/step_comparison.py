@@ -9,7 +9,8 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from kmp.backend.graph_traffic import Cost, Traffic
+from kmp.backend.graph_operations import Cost
+from kmp.backend.graph_traffic import Traffic
 from kmp.bench.measurement import Measurement, comparison
 from kmp.conversion.step_traffic import OUTSIDE
 from kmp.utils.displayed import Displayed

@@ -11,6 +11,7 @@ from typing import Any
 import keras
 
 from kmp.backend.keras_internals import compute_dtypes, has_float8_gradients
+from kmp.backend.step_graph import StepGraph
 from kmp.callbacks.replay_time import ReplayTime
 from kmp.callbacks.training_records import Row
 from kmp.diagnosis import soundness, thresholds
@@ -19,20 +20,19 @@ from kmp.guarding.model_optimizers import all_optimizers_of
 from kmp.optimizer import LossScaleOptimizer
 from kmp.records import Snapshot
 from kmp.records.jsonl import check_record
-from kmp.records.replay import NonfinitePart
 from kmp.replay import (
-    BatchCapture,
+    MOST_EXAMPLES,
     CapturedBatch,
     Failure,
     Passes,
     ReplayAttempts,
     StepContext,
-    TrainStep,
+    StepPrograms,
     failing_part,
-    loop_step,
-    nonfinite_part,
+    is_ragged,
     reason_of,
     replay_batch,
+    traced_step,
 )
 from kmp.utils import user_messages
 from kmp.utils.float_formats import FLOAT16, FLOAT32, FloatFormat, computing_format
@@ -40,13 +40,19 @@ from kmp.utils.float_formats import FLOAT16, FLOAT32, FloatFormat, computing_for
 logger = logging.getLogger("kmp")
 
 # A training that begins at the default scale skips up to six steps until the scale suits it.
-_OVERFLOWS_IN_A_ROW = thresholds.SKIPPED_AT_START + 1
+_OVERFLOWS_IN_A_ROW = 7
 _MANY_OVERFLOWS = 8
+# Of the sampled elements that are zero, since the last comparison; so this is at most nine times.
+_MORE_ZEROS = 0.1
 _MOST_REPLAYS = 3  # of one training, because of overflows
 _MOST_STUCK_REPLAYS = 3  # of one training
 # At these multiples of the last step that was compared.
 _COMPARED_AGAIN = 4
 _COMPARED_AT_END = 1.5  # of a training that continues another one
+# Examples of a comparison that would take much of the time of a training.
+_FEW_EXAMPLES, _FEWEST_EXAMPLES = 8, 2
+# Of the examples of a training with more than so many numbers in them, the most to compare.
+_COMPARED_SHARE, _MANY_NUMBERS = 16, 2**18
 # After a harmful comparison, until there are enough for a proof: in multiples of the last step, and
 # at least so many steps later.
 _COMPARED_SOON, _SOONEST = 1.25, 16
@@ -55,10 +61,11 @@ _COMPARED_SOON, _SOONEST = 1.25, 16
 class BatchReplayer:
     """Replays a batch at a few steps of a training.
 
-    At the first one, in the middle and at the end, and when steps are skipped or, in float16, many
-    gradients are zero. Each time the steps are four times as many, if that takes a small share of
-    the time of the training or the precisions have differed; sooner where layers cure a difference,
-    so that a repair comes while there is still something to train. Of a model in float32, only
+    At the first one and at the end, and when steps are skipped or, in float16, many gradients are
+    zero. In the middle, and each time the steps are four times as many, if that takes a small share
+    of the time of the training or the precisions have differed; sooner where layers cure a
+    difference, so that a repair comes while there is still something to train. A comparison that
+    would take much of a short training has fewer examples. Of a model in float32, only
     batches of skipped steps. Captures the batch of the first step, of the step after a replay, and
     of each skipped step. After a replay that failed, `ReplayAttempts` decides what to replay next;
     without anything left, it warns once.
@@ -75,15 +82,17 @@ class BatchReplayer:
         guard = guarded_step_of(model)
         assert guard is not None
         is_custom = not has_keras_step(model)
-        run = guard.own_step or functools.partial(type(model).train_step, model)
-        self._model = model
-        self._step = TrainStep(run, all_optimizers_of(model), kind="user" if is_custom else "keras")
+        self._model, self._is_custom = model, is_custom
+        self._run = guard.own_step or functools.partial(type(model).train_step, model)
         capture = guard.capture_of(optimizer)
         self.is_new = capture is None
         if capture is None:
-            capture = BatchCapture(model, optimizer, is_custom)
-            guard.add_capture(capture)
+            capture = guard.add_capture(optimizer)
         self._capture = capture
+        self._graph_of_programs: StepGraph | None = None
+        self._traced: StepGraph | None = None  # of a step that trains eagerly
+        self._repairs_in_trace = 0
+        self._programs = StepPrograms()
 
     def watches(self, model: keras.Model, optimizer: LossScaleOptimizer) -> bool:
         """Whether it captures the batches of this training."""
@@ -102,6 +111,7 @@ class BatchReplayer:
         """
         self._continues = continues
         self._middle = snapshot.step + planned_steps // 2
+        self._planned_steps = planned_steps
         if not continues:
             self._forget(snapshot)
         self.end()
@@ -113,12 +123,9 @@ class BatchReplayer:
         self._first = self._seen = snapshot
         self._overflow_replays = self._stuck_replays = 0
         self._zero_share, self._last_step = 0.0, 0  # of the last replay without an overflow
-        # A step that runs eagerly runs its Python code each time, which may count the calls.
-        is_custom = self._step.is_custom
-        has_python_effects = is_custom and self._model.run_eagerly
         self._attempts = ReplayAttempts(
-            runs_step=not has_python_effects and not has_float8_gradients(self._model),
-            can_run_less=is_custom,
+            runs_step=not has_float8_gradients(self._model),
+            can_run_less=self._is_custom,
             takes_whole=self._capture.takes_whole,
         )
         self._has_warned = self._has_said_so = False
@@ -129,8 +136,19 @@ class BatchReplayer:
         # With the other 16-bit format: whether to, in the next replay, and how often it was done.
         self._compares_formats, self._format_comparisons = False, 0
 
+    @property
+    def most_steps(self) -> int:
+        """In how many steps to look for a skipped one, before other batches replace its batch."""
+        return self._capture.most_steps
+
+    def hold_skipped(self) -> None:
+        """Has the batch of the last skipped step at hand, also when others have replaced it."""
+        self._capture.read()
+
     def end(self) -> None:
-        """Frees the captured batch."""
+        """Frees the captured batch, and what was made to replay it."""
+        self._graph_of_programs = self._traced = None
+        self._programs = StepPrograms()
         self._replayed: CapturedBatch | None = None  # in the last replay
         self._capture.forget()
 
@@ -164,8 +182,8 @@ class BatchReplayer:
         if self._attempts.reason:
             return None
         has_overflowed = self._has_more_overflows(snapshot)
-        is_due = has_overflowed or self._is_comparison_due(snapshot, is_last)
-        if not is_due:
+        is_compared = self._is_comparison_due(snapshot, is_last)
+        if not has_overflowed and not is_compared:
             if snapshot.overflow_count > self._overflows_at_request:
                 # The batch of a skipped step has taken the place of another one.
                 self._request(snapshot)
@@ -174,9 +192,10 @@ class BatchReplayer:
         if captured is None:
             return None
         self._compares_formats = self._is_format_due(snapshot, is_last)
-        if has_overflowed:
+        if has_overflowed and captured.was_skipped:
             return self._replay_overflow(captured, variables, snapshot)
-        return self._replay_healthy(captured, variables, snapshot)
+        # Other batches may have replaced that of the skipped step.
+        return self._replay_healthy(captured, variables, snapshot) if is_compared else None
 
     def _replay_overflow(
         self, captured: CapturedBatch, variables: Mapping[str, Any], snapshot: Snapshot
@@ -200,8 +219,9 @@ class BatchReplayer:
             self._request(snapshot)
             return None
         self._zero_share = max(self._zero_share, self._zero_share_of(snapshot))
+        compared = self._compared_part(captured)
         with self._time.of_comparisons.measured():
-            found = self._replay(captured, variables, snapshot, snapshot.loss_scale, None)
+            found = self._replay(compared, variables, snapshot, snapshot.loss_scale, None)
         replay = found.get("replay")
         if replay is not None:
             is_harmful = soundness.is_harmful(replay, self._format)
@@ -211,6 +231,22 @@ class BatchReplayer:
         if not self._attempts.last_reason:
             self._last_step = snapshot.step
         return found
+
+    def _compared_part(self, captured: CapturedBatch) -> CapturedBatch:
+        """Returns the examples of a batch whose comparison takes a small part of the training."""
+        tensors = keras.tree.flatten(captured.data)
+        if self._attempts.takes_whole or is_ragged(captured.data):
+            return captured
+        most = MOST_EXAMPLES
+        if not self._time.allows_as_much(self._has_differed):
+            most = _FEW_EXAMPLES
+        # Of large examples, such as images for segmentation, the first comparison already takes as
+        # long as several steps.
+        numbers = sum(math.prod(tensor.shape[1:]) for tensor in tensors)
+        if self._planned_steps and not self._has_differed:
+            of_training = self._planned_steps * captured.batch_size // _COMPARED_SHARE
+            most = min(most, max(_FEWEST_EXAMPLES, _MANY_NUMBERS // max(1, numbers), of_training))
+        return captured._replace(data=captured.parts(most)[0])
 
     @property
     def next_proof(self) -> float:
@@ -236,25 +272,31 @@ class BatchReplayer:
         failed: Failure = "loss" if snapshot.nonfinite_losses_in_a_row else "gradients"
         return self._replay(captured, variables, snapshot, captured.loss_scale, failed)
 
-    def nonfinite_part(self, step: int) -> NonfinitePart | None:
-        """Returns what is not finite in the batch of a skipped step, if it is the captured one."""
-        captured = self._capture.read()
-        if captured is None or captured.step != step:
-            return None
-        data = captured.without_gradients().data if captured.is_of_loop else captured.data
-        return nonfinite_part(self._model, data if isinstance(data, tuple) else (data,))
+    def batch_of(self, step: int) -> tuple[Any, ...] | None:
+        """Returns the whole batch of a skipped step, or `None` if it is not kept."""
+        return self._capture.batch_of(step)
 
     def replay_again(
-        self, snapshot: Snapshot, variables: Mapping[str, Any], loss_scale: float
+        self,
+        snapshot: Snapshot,
+        variables: Mapping[str, Any],
+        loss_scale: float,
     ) -> Row:
-        """Replays the batch of the last replay once more, after a change of the model."""
+        """Replays the batch of the last replay once more, after a change of the model.
+
+        The step is traced for it. What the change breaks in it is the `trace_error`.
+        """
         if self._replayed is None:
             return {"replay_error": "the batch was not kept"}
-        if self._capture.loop:
+        if self._capture.is_of_loop:
             return {"replay_error": "the functions of a custom training loop are not traced again"}
         self._request(snapshot)
         try:
-            return self._replay_once(self._replayed, variables, snapshot, loss_scale, None)
+            graph = self._traced_for(self._replayed.data)
+        except Exception as error:  # of the change, in code of the user's
+            return {"trace_error": reason_of(error)}
+        try:
+            return self._replay_once(self._replayed, variables, snapshot, loss_scale, None, graph)
         except Exception as error:  # of the change
             return {"replay_error": reason_of(error)}
 
@@ -283,7 +325,10 @@ class BatchReplayer:
             if following == "same batch":
                 return self._replay(captured, variables, snapshot, loss_scale, failed)
             if following == "whole batch":
-                self._take_whole(captured)
+                if self._capture.take_whole(captured):
+                    whole = captured._replace(data=captured.whole)
+                    return self._replay(whole, variables, snapshot, loss_scale, failed)
+                attempts.stop(f"{attempts.last_reason}, and the whole batch is too large")
             return {"replay_error": attempts.last_reason}
         attempts.succeeded()
         return found
@@ -295,23 +340,32 @@ class BatchReplayer:
         snapshot: Snapshot,
         loss_scale: float,
         failed: Failure | None,
+        graph: StepGraph | None = None,
     ) -> Row:
         """Replays a part of a batch. Returns the keys of a record."""
         began, most = time.monotonic(), self._time.most_seconds
-        step = self._step_of(captured)
-        if captured.is_of_loop and not step.is_of_loop:
-            captured = captured.without_gradients()
-        parts = self._attempts.parts(captured)
+        parts = [captured.data] if graph else self._attempts.parts(captured)
+        graph = graph or self._graph_for(parts[0])
+        is_whole = graph.rows == captured.batch_size and not self._capture.is_of_loop
+        self._attempts.takes_whole = is_whole or self._capture.takes_whole
+        if is_whole:
+            # What is traced for so many rows takes as long for fewer, of which some would repeat.
+            parts = [captured.whole]
         self._replayed = CapturedBatch(parts[0], *captured[1:])
         passes = Passes(
             self._model,
             parts[0],
-            step,
+            graph,
             variables,
+            watched=self._watched,
+            kind="loop" if self._capture.is_of_loop else "user" if self._is_custom else "keras",
+            has_backward=self._attempts.runs_step,
             restored=self._capture.variables,
             deadline=began + most / 2,
             beside=self.beside,
+            programs=self._programs if graph is self._graph_of_programs else StepPrograms(),
         )
+        compiled_before = passes.programs.seconds
         if failed and len(parts) > 1:
             part = failing_part(passes, parts, failed, loss_scale, captured.batch_size)
             passes = replace(passes, data=part)
@@ -327,7 +381,6 @@ class BatchReplayer:
             failed=failed,
             largest_norms=self._largest_norms,
             compares_formats=self._compares_formats,
-            loop=self._capture.loop,
         )
         try:
             found, reference = replay_batch(replace(passes, deadline=began + most), context)
@@ -339,7 +392,9 @@ class BatchReplayer:
         if self._compares_formats and found.is_finite_in_float32:
             self._compares_formats = False
             self._format_comparisons += 1
-        took = time.monotonic() - began
+        compilations = passes.programs.seconds
+        self._tell_compilations(compilations - compiled_before)
+        took = time.monotonic() - began - (compilations - compiled_before)
         if self._time.is_long(took):
             self._take_fewer(took)
         for each in found.gradient_errors:
@@ -349,21 +404,13 @@ class BatchReplayer:
             record["reference"] = reference
         return record
 
-    def _step_of(self, captured: CapturedBatch) -> TrainStep:
-        """Returns the training step to replay for a batch."""
-        forward = replace(self._step, run=None)
-        if not self._attempts.runs_step:
-            return forward
-        if not captured.is_of_loop:
-            optimizer = self._capture.optimizer
-            # One that has scaled a loss: its gradients are not those of the other one's.
-            has_loss = optimizer.step_monitor.loss_dtype is not None
-            has_others = len(self._step.optimizers) > 1
-            return replace(self._step, watched=optimizer if has_loss and has_others else None)
-        self._attempts.can_run_less = True
-        optimizer, scale = self._capture.optimizer, captured.loss_scale
-        step = loop_step(self._model, optimizer, captured.data, scale, captured.batch_size)
-        return step or forward
+    @property
+    def _watched(self) -> LossScaleOptimizer | None:
+        """The optimizer whose gradients are compared, if there are several."""
+        optimizer = self._capture.optimizer
+        # One that has scaled a loss: its gradients are not those of the other one's.
+        has_loss = optimizer.step_monitor.loss_dtype is not None
+        return optimizer if has_loss and len(all_optimizers_of(self._model)) > 1 else None
 
     def _take_fewer(self, seconds: float) -> None:
         """Replays fewer examples after a replay that took long, and says so once."""
@@ -376,13 +423,16 @@ class BatchReplayer:
                 seconds,
             )
 
-    def _take_whole(self, captured: CapturedBatch) -> None:
-        """Captures whole batches from now on, by another trace of the step."""
-        if not self._capture.take_whole(captured.batch_size):
-            self._attempts.stop(f"{self._attempts.last_reason}, and the whole batch is too large")
-            return
-        self._capture.request()
-        self._model.make_train_function(force=True)
+    def _tell_compilations(self, seconds: float) -> None:
+        """Says what compilations took, if they took long; they are not repeated."""
+        self._time.of_comparisons.once += seconds
+        if self._time.is_long(seconds):
+            logger.warning(
+                "Harm of 16 bits in %r was checked in the training step as it is compiled, which"
+                " took %.0f s to compile in both precisions.",
+                self._model.name,
+                seconds,
+            )
 
     def _request(self, snapshot: Snapshot) -> None:
         """Captures the batch of the next step."""
@@ -415,23 +465,26 @@ class BatchReplayer:
             return False
         if not self._has_computed_in_16_bits():
             return False
-        is_in_the_middle = self._last_step < self._middle <= snapshot.step
-        if not self._last_step or (not self._continues and (is_last or is_in_the_middle)):
+        if not self._last_step or (is_last and not self._continues):
             return True
+        is_in_the_middle = self._last_step < self._middle <= snapshot.step
+        is_in_the_middle &= not self._continues
         is_later = snapshot.step >= min(_COMPARED_AGAIN * self._last_step, self.next_proof)
         is_at_end = is_last and snapshot.step >= _COMPARED_AT_END * self._last_step
-        if (is_later or is_at_end) and self._time.allows_comparison(self._has_differed):
+        is_wanted = is_later or is_at_end or is_in_the_middle
+        if is_wanted and self._time.allows_comparison(self._has_differed, is_in_the_middle):
             return True
         share = self._zero_share_of(snapshot)
-        many = thresholds.MANY_ZEROS
-        return share > many and share >= self._zero_share + many  # so it is at most nine times
+        return share > _MORE_ZEROS and share >= self._zero_share + _MORE_ZEROS
 
     def _is_format_due(self, snapshot: Snapshot, is_last: bool) -> bool:
         """Whether a replay passes its batch in the other 16-bit format too.
 
-        In the first replay, and in one of the second half of the training; at its end if the number
-        of steps is not known.
+        In the first replay, and in one of the second half of the training if there is time; at its
+        end if the number of steps is not known.
         """
+        if self._format_comparisons and not self._time.allows_as_much(self._has_differed):
+            return False
         if self._format_comparisons:
             is_in_second_half = self._first.step < self._middle <= snapshot.step
             return self._format_comparisons == 1 and (is_in_second_half or is_last)
@@ -443,6 +496,32 @@ class BatchReplayer:
         if guard is not None and guard.has_repaired_layers:
             return True
         return self._format is not FLOAT32
+
+    def _graph_for(self, data: Any) -> StepGraph:
+        """Returns the graph of the training step, which is another one after a repair.
+
+        Of a step that trains eagerly, a trace that its optimizers do not apply.
+        """
+        guard = guarded_step_of(self._model)
+        graph = guard.graph_for(data, self._capture.optimizer) if guard else None
+        if guard and not guard.graphs and not self._capture.is_of_loop:
+            if self._traced is None or self._repairs_in_trace != len(guard.repairs):
+                self._traced = self._traced_for(data)
+                self._repairs_in_trace = len(guard.repairs)
+            graph = self._traced
+        if graph is None:
+            raise RuntimeError("the step has no graph that kmp sees")
+        if graph is not self._graph_of_programs:
+            self._graph_of_programs, self._programs = graph, StepPrograms()
+        return graph
+
+    def _traced_for(self, data: Any) -> StepGraph:
+        """Returns a trace of the step, which runs as the one that trains does."""
+        layers, optimizers = [self._model, *self.beside], all_optimizers_of(self._model)
+        graph = traced_step(self._run, data, layers, optimizers)
+        guard = guarded_step_of(self._model)
+        graph.is_compiled = bool(guard and guard.graph and guard.graph.is_compiled)
+        return graph
 
     @property
     def beside(self) -> list[keras.Layer]:

@@ -17,6 +17,7 @@ def defaults(
     patience: int = 100,
     log_norms: bool = False,
     report: PathLike | None = None,
+    failing_batch: PathLike | None = None,
 ) -> list[keras.callbacks.Callback]:
     """Returns the recommended callbacks for a run: a `Monitor`.
 
@@ -34,6 +35,7 @@ def defaults(
         patience: As in `Monitor`.
         log_norms: As in `Monitor`.
         report: As in `Monitor`.
+        failing_batch: As in `Monitor`.
 
     Raises:
         TypeError: If an argument has the wrong type.
@@ -53,5 +55,6 @@ def defaults(
         patience=patience,
         log_norms=log_norms,
         report=report,
+        failing_batch=failing_batch,
     )
     return [monitor]

@@ -4,6 +4,7 @@ import contextlib
 import logging
 import re
 from collections.abc import Collection, Iterator
+from pathlib import Path
 from typing import Any
 from weakref import WeakSet
 
@@ -48,19 +49,22 @@ class Monitor(keras.callbacks.Callback):
     the records have grown by 4 MB in the log and in TensorBoard's files, the interval doubles: the
     log of a million steps stays below 50 MB.
 
-    **Replays.** At most 32 examples of a batch of the training are passed eagerly, in the precision
-    of the model and in float32: at the first step, in the middle and at the end, and when steps are
-    skipped or, in float16, many gradients are zero; also each time the steps are four times as
-    many, while all comparisons take at most 0.7 seconds plus 1 % of the time of the training, or 8
-    seconds plus 2 % once one has shown that the precisions differ. A training that goes on in the
-    next call of `fit` with the same callback is compared as one training. This measures what the
-    precision changes in the outputs and gradients of each layer, and finds the operation that first
-    returned NaN or Inf, and the layers that have to compute in float32; `kmp.advise` reports it.
-    The first of these replays, and one in the second half of the training, also pass their batch in
-    the other 16-bit format. A replay takes at most 8 seconds, or 2 % of the time of the training;
-    the search in a batch that 16 bits ruin takes at most 4 seconds more, and a pass in bfloat16 2.
-    Model and seeds stay unchanged; only a step with `run_eagerly=True` that draws from NumPy's or
-    TensorFlow's generators draws other numbers after it. Not with several replicas.
+    **Replays.** At most 32 examples of a batch of the training are passed through the graph of the
+    training step, in the precision of the model and in float32: at the first step and at the end,
+    and when steps are skipped or, in float16, many gradients are zero; also each time the steps are
+    four times as many, while all comparisons take at most 0.25 seconds plus 1 % of the time of the
+    training, and in the middle at 5 %; or 8 seconds plus 2 % once one has shown that the precisions
+    differ. A training that goes on in the next call of `fit` with the same callback is compared as
+    one training. One comparison that takes longer is followed by smaller ones, of 8 examples; of
+    large ones, such as images of 300 x 300, there are at most a 16th of those of the training. This
+    measures what the precision changes in the outputs and gradients of each layer, and finds the
+    operation that first returned NaN or Inf, and the layers that have to compute in float32;
+    `kmp.advise` reports it. The first of these replays and, within that time, one in the second
+    half of the training also pass their batch in the other 16-bit format. A replay takes at most 8
+    seconds, or 2 % of the time of the training; the search in a batch that 16 bits ruin takes at
+    most 4 seconds more, and a pass in bfloat16 2. Model and seeds stay unchanged, and no code of
+    the user runs; only a step with `run_eagerly=True`, and a repaired step before the repair is
+    made, are traced once. Not with several replicas, nor in a training loop that runs eagerly.
 
     **Repairs.** When steps are skipped in a row, or a comparison shows that 16 bits change outputs
     and gradients, a replay searches the fewest layers that have to compute in float32, at most
@@ -112,14 +116,19 @@ class Monitor(keras.callbacks.Callback):
         report: An `.html` file: the report of `kmp report`, written at the end of training, and at
             epoch ends as long as that takes at most a twentieth of the time. A failure to write it
             is a warning. It replaces an earlier report, and no other file.
+        failing_batch: An `.npz` file for the batch of the first step that no loss scale saves, to
+            look for the cause: the arrays `x`, `y` and `sample_weight`; of several tensors,
+            `x/KEY` or `x/INDEX`. The warning of that step names the file, also if it cannot be
+            written. It replaces an earlier batch, and no other file. Needs `replay`, one replica,
+            and another `on_nonfinite` than `"ignore"`.
 
     Raises:
         TypeError: If an argument has the wrong type.
         ValueError: If an argument is outside its range; in `on_train_begin`, if a float16 model has
             no `kmp.LossScaleOptimizer`, if a pattern matches no variable, or if a schedule sets the
             learning rate that is to be lowered.
-        OSError: In `on_train_begin`, if `log_dir` or `report` cannot be written, or if the file
-            `report` exists and is not a report of kmp.
+        OSError: In `on_train_begin`, if `log_dir`, `report` or `failing_batch` cannot be written,
+            or if the file `report` or `failing_batch` exists and is not one of kmp.
         StuckError: During training, as `on_nonfinite` says.
 
     Example:
@@ -149,6 +158,7 @@ class Monitor(keras.callbacks.Callback):
         patience: int = 100,
         log_norms: bool = False,
         report: PathLike | None = None,
+        failing_batch: PathLike | None = None,
     ) -> None:
         super().__init__()
         if optimizer is not None:
@@ -166,6 +176,14 @@ class Monitor(keras.callbacks.Callback):
         self.report = None
         if report is not None:
             self.report = validation.local_path("report", report, (".html",))
+        self.failing_batch = None
+        if failing_batch is not None:
+            self.failing_batch = validation.local_path("failing_batch", failing_batch, (".npz",))
+            if not self.replay or self.on_nonfinite == "ignore":
+                raise ValueError(
+                    "failing_batch needs replay=True, which keeps batches, and another on_nonfinite"
+                    f" than 'ignore'. Received: replay={replay}, on_nonfinite={on_nonfinite!r}"
+                )
         self.run = Run()
         self._optimizer = optimizer
         self.runs: dict[str, Run] = {}
@@ -250,9 +268,10 @@ class Monitor(keras.callbacks.Callback):
 
     def _settings(self, name: str) -> MonitorSettings:
         """Returns the settings of the training by an optimizer; of one of several with its name."""
-        report = self.report
-        if name and report is not None:
-            report = report.with_stem(f"{report.stem}-{name}")
+
+        def own(path: Path | None) -> Path | None:
+            return path.with_stem(f"{path.stem}-{name}") if path and name else path
+
         return MonitorSettings(
             callback=type(self).__name__,
             recorded=self.recorded,
@@ -264,7 +283,8 @@ class Monitor(keras.callbacks.Callback):
             on_nonfinite=self.on_nonfinite,
             patience=self.patience,
             log_norms=self.log_norms,
-            report=report,
+            report=own(self.report),
+            failing_batch=own(self.failing_batch),
         )
 
     def _add_to(self, logs: Logs) -> None:

@@ -25,3 +25,4 @@ class MonitorSettings:
     patience: int
     log_norms: bool
     report: Path | None
+    failing_batch: Path | None

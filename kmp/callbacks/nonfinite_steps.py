@@ -1,21 +1,24 @@
 """Finds the steps that are skipped although no loss scale helps, and says what failed in them."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import keras
 
 from kmp.backend import distribution, keras_internals
-from kmp.callbacks.batch_replayer import BatchReplayer
 from kmp.callbacks.training_records import Logs
 from kmp.optimizer import LossScaleOptimizer
+from kmp.replay import nonfinite_rows
 from kmp.utils.float_formats import FLOAT16
 from kmp.utils.names import listed
 
 LOWER = "lower_learning_rate"
 ON_NONFINITE = ("skip", "raise", LOWER, "warn", "ignore")
 MOST_WARNINGS = 10  # of one training: a data set may have a corrupt batch in many places
+NAN_OR_INF = "NaN or Inf"
+_MOST_ROWS = 5  # to name
 _LOWERED_BY = 0.5
 
 
@@ -118,13 +121,20 @@ class NonfiniteSteps:
         return NonfiniteStreak(first, last, is_loss, losses)
 
 
-def data_of_step(replayer: BatchReplayer | None, step: int) -> str:
-    """Returns what is wrong with the arrays of the batch of a step; nothing if none is known."""
-    part = replayer.nonfinite_part(step) if replayer else None
-    if part is None:
+def describe_data(model: keras.Model, batch: Sequence[Any] | None) -> str:
+    """Returns what is wrong with the arrays of a batch, and in which rows; nothing if that is not.
+
+    Args:
+        model: The model in training.
+        batch: The batch, or `None` if it is not known.
+    """
+    found = nonfinite_rows(model, batch) if batch else None
+    if found is None:
         return ""
-    values = f"values beyond {FLOAT16.max:g}" if part.is_too_large else "NaN or Inf"
-    return f"{part.part}{part.key} contains {values}"
+    part, rows = found.part, found.rows
+    values = f"values beyond {FLOAT16.max:g}" if part.is_too_large else NAN_OR_INF
+    first = ", ".join(map(str, rows[:_MOST_ROWS])) + (", ..." if len(rows) > _MOST_ROWS else "")
+    return f"{part.part}{part.key} contains {values} in {len(rows)} of {found.of} rows ({first})"
 
 
 def check_learning_rate(optimizer: LossScaleOptimizer) -> None:

@@ -1,6 +1,7 @@
 """Lets a training go on in which 16 bits fail in a few layers."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import keras
 
@@ -16,7 +17,6 @@ from kmp.backend.keras_internals import (
     layers_in_16_bits,
     sublayers,
 )
-from kmp.backend.thread_overrides import dtype_policies_replaced
 from kmp.callbacks.batch_replayer import BatchReplayer
 from kmp.callbacks.recorder import Recorder
 from kmp.callbacks.retracing import models_with, trace_again, traced_by_user
@@ -115,9 +115,19 @@ class Repairer:
         layers = computing_layers(self._model, self._replayer.beside)
         if not layers.keys() >= set(cure.layers):
             return False
-        changed = layers_in_16_bits([layers[path] for path in cure.layers])
-        proof = self._proof(cure, changed) if changed else None
-        if proof is None:
+        while True:
+            changed = layers_in_16_bits([layers[path] for path in cure.layers])
+            proof = self._proof(cure, changed) if changed else {}
+            # Code of the user's may not take a float32 result beside float16: what contains it.
+            around = [path.rpartition("/")[0] for path in cure.layers]
+            outwards = [
+                outer if outer in layers else path
+                for outer, path in zip(around, cure.layers, strict=True)
+            ]
+            if "trace_error" not in proof or tuple(outwards) == tuple(cure.layers):
+                break
+            cure = replace(cure, layers=tuple(dict.fromkeys(outwards)))
+        if "replay" not in proof:
             return False
         self._apply(cure, changed, proof)
         return True
@@ -137,26 +147,33 @@ class Repairer:
         self._has_said_why_not = True
         user_messages.warn(
             f"{problems[0].title} The last {snapshot.nonfinite_losses_in_a_row} steps were skipped,"
-            f" and kmp found no few layers to repair. What to change:\n  {problems[0].change}"
+            " and kmp found no few layers to repair. What to change:\n "
+            f" {problems[0].change or problems[0].note}"
         )
 
-    def _proof(self, cure: Cure, changed: Sequence[keras.Layer]) -> Row | None:
-        """Replays the batch with the cure. Returns the record of a sound replay."""
-        policies = ((layer, float32_policy(layer)) for layer in changed)
-        with dtype_policies_replaced(policies):
+    def _proof(self, cure: Cure, changed: Sequence[keras.Layer]) -> Row:
+        """Replays the batch with the cure. Returns the record of a sound replay, or of an error.
+
+        Else an empty record. The layers have their policies again.
+        """
+        before = [layer.dtype_policy for layer in changed]
+        try:
+            for layer in changed:
+                layer.dtype_policy = float32_policy(layer)
             proof = self._replayer.replay_again(
                 self._recorder.previous,
                 self._recorder.selected_variables(),
                 self._scale_of_proof(cure),
             )
+        finally:
+            for layer, policy in zip(changed, before, strict=True):
+                layer.dtype_policy = policy
         result = proof.get("replay")
-        if result is None or not result.is_finite:
-            return None
-        if self._flushes_branch(cure, result):
-            return None
-        if cure.replay.is_finite and is_harmful(result, self._recorder.run.format):
-            return None
-        return proof
+        if result is None:
+            return proof
+        is_sound = result.is_finite and not self._flushes_branch(cure, result)
+        is_harmless = not is_harmful(result, self._recorder.run.format)
+        return proof if is_sound and (is_harmless or not cure.replay.is_finite) else {}
 
     def _flushes_branch(self, cure: Cure, proof: Replay) -> bool:
         """Whether the proof flushes the branch that the search kept."""
@@ -214,6 +231,7 @@ class Repairer:
         guard = guarded_step_of(self._model)
         if guard:
             guard.repairs.append(repair)
+            guard.graphs.clear()  # they are of the step before
         trace_again([*models_with(changed), self._model])  # a layer may be beside the model
 
     def _warn(

@@ -4,6 +4,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
+
 from kmp.gradients.gradient_sampler import copies_of, with_updates
 from kmp.gradients.sampling_clock import NEVER
 from kmp.optimizer import LossScaleOptimizer
@@ -54,6 +56,8 @@ class SampleSchedule:
         self.last_step = snapshot.sample.step if snapshot.sample else 0
         self._retries_left = _RETRIES
         self._until_update = self._measured = 0
+        # Of the weights after how many updates, and of which variables; until an update is measured
+        self._norms: tuple[tuple[int, tuple[str, ...]], np.ndarray] | None = None
         self.sample_next_step(interval)
 
     def stop(self) -> None:
@@ -127,5 +131,10 @@ class SampleSchedule:
             return with_updates(sample, before.weights, self._selected())
         if self._measured:
             return sample
-        weights = self._selected()  # the first step may have built the model
-        return replace(sample, weight_norm=with_updates(sample, weights, weights).weight_norm)
+        # Skipped steps leave the weights as they were, and the first steps are often skipped. Of
+        # hundreds of variables, measuring takes as long as a part of a step.
+        measured_at = (int(self._optimizer.iterations.numpy()), sample.names)
+        if self._norms is None or self._norms[0] != measured_at:
+            weights = self._selected()  # the first step may have built the model
+            self._norms = measured_at, with_updates(sample, weights, weights).weight_norm
+        return replace(sample, weight_norm=self._norms[1])

@@ -8,6 +8,7 @@ import keras
 from kmp.backend import distribution
 from kmp.callbacks import nonfinite_steps
 from kmp.callbacks.batch_replayer import BatchReplayer
+from kmp.callbacks.failing_batch import FailingBatch
 from kmp.callbacks.monitor_settings import MonitorSettings
 from kmp.callbacks.nonfinite_steps import NonfiniteSteps, NonfiniteStreak
 from kmp.callbacks.recorder import Recorder
@@ -68,6 +69,7 @@ class Training:
         self._nonfinite: NonfiniteSteps | None = None
         self._before_nonfinite = before._nonfinite if before else None
         self._report: ReportWriter | None = None
+        self._failing_batch: FailingBatch | None = None
         self.first_epoch = 0
         # The last epoch, until its metrics are recorded.
         self._ended_epoch: tuple[int, Logs] | None = None
@@ -98,6 +100,8 @@ class Training:
         is_chief = model.distribute_strategy.extended.should_checkpoint
         if settings.report is not None and is_chief:
             self._report = ReportWriter(settings.report, self.recorder.run, model.name)
+        if settings.failing_batch is not None:
+            self._failing_batch = FailingBatch(settings.failing_batch)
         return is_new
 
     def start(self) -> None:
@@ -167,6 +171,8 @@ class Training:
         counts = self._optimizer.counters.read_counts()
         new = counts.overflow_count - self._counts.overflow_count
         self._counts = counts
+        if new and self._replayer:
+            self._replayer.hold_skipped()
         if self._nonfinite:
             self._follow_nonfinite(self._nonfinite.look(counts))
         has_streak = max(new, counts.overflows_in_a_row) >= _STREAK
@@ -190,6 +196,8 @@ class Training:
             batches.append(self._detector.batches_until_stuck(counts))
         if self._nonfinite:
             batches.append(_CHECKED_EVERY)
+        if self._replayer:
+            batches.append(self._replayer.most_steps)
         if self._repairer:
             # A longer streak is looked at again when it has doubled.
             batches.append(counts.overflows_in_a_row or (_STREAK if new else _CHECKED_EVERY))
@@ -229,13 +237,16 @@ class Training:
         if self._nonfinite.count > nonfinite_steps.MOST_WARNINGS and policy != "raise":
             return
         origin = None if streak.is_loss else self._optimizer.snapshot().overflow_origin
-        data = nonfinite_steps.data_of_step(self._replayer, streak.first)
+        batch = self._replayer.batch_of(streak.first) if self._replayer else None
+        data = nonfinite_steps.describe_data(self._model, batch)
         text = streak.describe(origin, data)
+        if self._failing_batch:
+            text += self._failing_batch.save(streak.first, batch)
         if policy == "raise":
             self._replay_last_skipped()
             raise StuckError(self._explained(text))
         text += " The weights are unchanged."
-        is_corrupt = data.endswith("NaN or Inf")  # which no learning rate cures
+        is_corrupt = nonfinite_steps.NAN_OR_INF in data  # which no learning rate cures
         if policy == nonfinite_steps.LOWER and not is_corrupt:
             before, now = nonfinite_steps.lower_learning_rate(self._optimizer)
             self._read(self._counts.step)

@@ -61,6 +61,9 @@ def header(
         guard = guarded_step_of(model)
         settings["in_fit"] = guard is not None and guard.has_run
         settings["promoted"] = [str(place) for place in guard.promoted] if guard else []
+        facts = guard.facts_of(optimizer) if guard else None
+        if facts:
+            settings["step_facts"] = facts
     return {
         "schema": SCHEMA,
         "kind": "header",

@@ -141,8 +141,8 @@ class Audit(Displayed):
     @property
     def _step_lines(self) -> list[str]:
         """What the audit says about a training step."""
-        traffic = "" if self.traffic is None else str(self.traffic)
-        return [line for line in (traffic, self.jit_compile) if line]
+        traffic = [] if self.traffic is None else [str(self.traffic), *self.traffic.largest_causes]
+        return [*traffic, *filter(None, [self.jit_compile])]
 
     @property
     def _count_or_error(self) -> str:

@@ -17,7 +17,7 @@ from kmp.conversion.plan import Plan
 from kmp.conversion.rebuilding import Task, way_of
 from kmp.layers.float32_classes import only_in_float32
 from kmp.layers.float32_rules import reason_for_float32
-from kmp.layers.fused_normalization import fuse_normalization, unfuse_normalization
+from kmp.layers.fused_calls import use_call_of_keras, use_fused_call
 from kmp.utils.float_formats import FLOAT32
 from kmp.utils.names import path_and_parents
 
@@ -58,10 +58,10 @@ def clone_model(
     cloning.set_policies(pairs)  # of sublayers that are created in `build`
     for layer in sublayers(clone):
         if plan:
-            fuse_normalization(layer)
+            use_fused_call(layer)
             marked_policy.mark(layer)
         else:
-            unfuse_normalization(layer)
+            use_call_of_keras(layer)
     copy_state(model, clone, pairs)
     return clone, {
         cloning.path_of(original): copy for original, copy in pairs if original is not model

@@ -7,7 +7,7 @@ from typing import Any
 import keras
 import numpy as np
 
-from kmp.replay import Passes, PassResult, TrainStep
+from kmp.replay import Passes, PassResult, traced_step
 from kmp.utils import user_messages
 from kmp.utils.float_formats import FloatFormat
 
@@ -83,13 +83,20 @@ def inference_passes(
     Args:
         model: The model, which has the path `""` in the marks of a pass.
         operations: The layers and operations to mark, by path.
-        batch: An input of the model. If it does not fit, a pass raises a `ValueError`.
+        batch: An input of the model. If it does not fit, a `ValueError` is raised.
     """
+    graph = traced_step(
+        functools.partial(_outputs, model),
+        batch,
+        [model],
+        operations=[each for each in operations.values() if not isinstance(each, keras.Layer)],
+    )
     return Passes(
         model,
         batch,
-        TrainStep(functools.partial(_outputs, model), optimizers=()),
+        graph,
         variables={},
+        has_backward=False,
         operations={**operations, "": model},
         keeps_all_values=True,
     )

@@ -12,7 +12,7 @@ from kmp.conversion.cloning import clone_model
 from kmp.conversion.measurement import inference_passes, statistics_of
 from kmp.conversion.model_parts import Part
 from kmp.conversion.plan import Plan
-from kmp.replay import DTYPE_ERRORS, Choices, Passes, PassResult, find_float32_layers
+from kmp.replay import Choices, Passes, PassResult, find_float32_layers
 from kmp.utils.float_formats import FLOAT32, FORMATS_16_BIT
 
 logger = logging.getLogger("kmp")
@@ -41,18 +41,32 @@ def clone_without_overflow(
     passes = inference_passes(clone, operations, batch)
     result = passes.in_own_precision()
     additions = _additions(passes, result, exact, trial, parts)
+    chosen = plan
+    while additions or plan.policy != trial.policy:
+        chosen = Plan(plan.policy, {**plan.float32, **additions})
+        clone, operations = clone_model(model, parts, chosen)
+        try:
+            result = inference_passes(clone, operations, batch).in_own_precision()
+            break
+        except ValueError:  # code of the user's may need the layer around it in float32 too
+            around = _around(additions, parts)
+            if around == additions:
+                raise
+            additions = around
     for path, reason in additions.items():
         logger.warning("%s stays float32: it %s.", path, reason)
-
-    plan = Plan(plan.policy, {**plan.float32, **additions})
-    if plan != trial:
-        clone, operations = clone_model(model, parts, plan)
-        result = inference_passes(clone, operations, batch).in_own_precision()
     if "" in _overflowed(result, exact):
         logger.warning(
-            "With this batch the outputs of %r have NaN or Inf in %s.", model.name, plan.policy
+            "With this batch the outputs of %r have NaN or Inf in %s.", model.name, chosen.policy
         )
     return clone
+
+
+def _around(additions: Mapping[str, str], parts: list[Part]) -> dict[str, str]:
+    """Returns the layers around those that are to be float32, by path, with the reasons."""
+    planned_path = _planned_paths(parts)
+    parent = {part.path: planned_path[part.parent_path] for part in parts}
+    return {parent[path] or path: reason for path, reason in additions.items()}
 
 
 def _overflowed(result: PassResult, exact: PassResult) -> list[str]:
@@ -130,15 +144,11 @@ def _chosen(
 
     first = [choices.operations[path] for path in out_of_range]
     others = {path: each for path, each in choices.operations.items() if path not in out_of_range}
-    try:
-        with_first = replace(passes, float32_operations=first)
-        # A search would watch each operation, which takes a few times as long.
-        if is_sound(with_first.in_own_precision()):
-            return list(out_of_range)
-        search, _ = find_float32_layers(
-            with_first, is_sound, exact, replace(choices, operations=others)
-        )
-        return [*out_of_range, *search.layers]
-    except DTYPE_ERRORS:  # one of them needs the layer around it in float32 too
-        search, _ = find_float32_layers(passes, is_sound, exact, choices, suspects=out_of_range)
-        return search.layers
+    with_first = replace(passes, float32_operations=first)
+    # A search would watch each operation, which takes a few times as long.
+    if is_sound(with_first.in_own_precision()):
+        return list(out_of_range)
+    search, _ = find_float32_layers(
+        with_first, is_sound, exact, replace(choices, operations=others)
+    )
+    return [*out_of_range, *search.layers]

@@ -48,6 +48,10 @@ _IN_16_BITS = (
         OpRule(RUNS_IN_16_BITS, "Keras computes the statistics in float32", _KERAS),
     ),
     _Row(
+        "SpectralNormalization",
+        OpRule(RUNS_IN_16_BITS, "kmp normalizes the kernel in float32", "kmp.layers"),
+    ),
+    _Row(
         "Attention AdditiveAttention MultiHeadAttention GroupQueryAttention",
         OpRule(
             RUNS_IN_16_BITS,

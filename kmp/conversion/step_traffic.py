@@ -1,6 +1,7 @@
-"""Which share of the bytes of a training step is float32, and which classes of layers move them."""
+"""Which share of the bytes of a training step is float32, which layers move them, and why."""
 
 import contextlib
+import enum
 import functools
 import re
 from collections.abc import Callable, Iterator
@@ -10,22 +11,51 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from kmp.backend import keras_internals
+from kmp.backend import keras_internals, xla
+from kmp.backend.compiled_parts import in_step
 from kmp.backend.graph_traffic import Traffic, traffic_of
 from kmp.backend.keras_internals import is_passthrough, sublayers
 from kmp.backend.state_rollback import state_restored
 from kmp.backend.thread_overrides import own_method
+from kmp.layers.float32_rules import Moment, float32_rule
+from kmp.utils.float_formats import DTYPES_16_BIT, computing_format
 
 _BATCH_SIZE = 32  # of a model that takes any
 OUTSIDE = "operations outside layers"
 _MOST_CLASSES = 5
+_MOST_LAYERS = 3
 _SCOPE = "kmp_layer_"
 _NUMBER = re.compile(rf"(?:^|/){_SCOPE}(\d+)(?=$|[/_])")  # TensorFlow adds `_1` to one of a name
 
 
 @dataclass(frozen=True)
+class Float32Cause:
+    """Why layers of a class move float32 in a model that computes in 16 bits.
+
+    Args:
+        class_name: The class of the layers.
+        reason: Why, as shown to users.
+        share: The share of all bytes that these are, from 0 to 1.
+        layers: The paths of the layers.
+    """
+
+    class_name: str
+    reason: str
+    share: float
+    layers: tuple[str, ...]
+
+    def __str__(self) -> str:
+        listed = ", ".join(self.layers[:_MOST_LAYERS])
+        more = len(self.layers) - _MOST_LAYERS
+        return (
+            f"{self.class_name} {self.share:.0%}: {self.reason}"
+            f" ({listed}{f' and {more} more' if more > 0 else ''})"
+        )
+
+
+@dataclass(frozen=True)
 class StepTraffic:
-    """The float32 part of the bytes of a forward and backward pass in graph mode.
+    """The float32 part of the bytes of a forward and backward pass in graph mode on a GPU.
 
     Counted in TensorFlow's graph: each operation reads its inputs and writes its outputs once.
 
@@ -34,11 +64,13 @@ class StepTraffic:
         by_class: The share of each class of layers, the largest first; their sum is
             `float32_share`.
         batch_size: The size of the batch that was assumed.
+        causes: Why the layers of these classes move float32, the largest share first.
     """
 
     float32_share: float
     by_class: dict[str, float]
     batch_size: int
+    causes: tuple[Float32Cause, ...] = ()
 
     def __str__(self) -> str:
         largest = list(self.by_class.items())[:_MOST_CLASSES]
@@ -47,6 +79,11 @@ class StepTraffic:
             f"{self.float32_share:.0%} of the bytes of a forward and backward pass "
             f"(batch size {self.batch_size}) are float32{': ' if listed else ''}{listed}."
         )
+
+    @property
+    def largest_causes(self) -> list[str]:
+        """The causes of the largest shares, as text."""
+        return [f"  {each}" for each in self.causes[:_MOST_CLASSES] if each.share >= 0.005]
 
 
 def step_traffic(model: keras.Model) -> StepTraffic | None:
@@ -64,21 +101,25 @@ def step_traffic(model: keras.Model) -> StepTraffic | None:
         return None
     batch_size = inputs[0].shape[0] or _BATCH_SIZE
     try:
-        traffic = _traced(model, batch_size)
+        by_layer = _traced(model, batch_size)
     except Exception:  # the code of layers may raise anything, and the audit is complete without
         return None
-    if not traffic.bytes:
+    total = by_layer.traffic.bytes
+    if not total:
         return None
-    shares = {
-        name or OUTSIDE: cost.float32_bytes / traffic.bytes
-        for name, cost in traffic.by_owner.items()
-        if cost.float32_bytes
-    }
-    largest_first = sorted(shares.items(), key=lambda item: -item[1])
-    return StepTraffic(traffic.float32_bytes / traffic.bytes, dict(largest_first), batch_size)
+    by_class: dict[str, float] = {}
+    for (layer, _), bytes_of_layer in by_layer.float32_bytes.items():
+        name = OUTSIDE if layer is None else type(layer).__name__
+        by_class[name] = by_class.get(name, 0.0) + bytes_of_layer / total
+    return StepTraffic(
+        by_layer.traffic.float32_bytes / total,
+        dict(sorted(by_class.items(), key=lambda item: -item[1])),
+        batch_size,
+        _causes(by_layer, computing_format(keras_internals.compute_dtypes(model)).name),
+    )
 
 
-def _traced(model: keras.Model, batch_size: int) -> Traffic:
+def _traced(model: keras.Model, batch_size: int) -> "_ByLayer":
     # A Sequential model has no `input` before it was called.
     structure = model.inputs[0] if isinstance(model, keras.Sequential) else model.input
 
@@ -95,8 +136,100 @@ def _traced(model: keras.Model, batch_size: int) -> Traffic:
         gradients = tape.gradient(outputs, variables, upstream)
         return outputs, [gradient for gradient in gradients if gradient is not None]
 
-    with state_restored(model):
-        return traffic_by_class(model, step, keras.tree.map_structure(spec, structure))
+    scopes = _LayerScopes(model)
+
+    def scoped_step(inputs: Any) -> Any:
+        with scopes.opened():
+            return step(inputs)
+
+    with state_restored(model), xla.traced_for_gpu(), in_step():
+        function = tf.function(scoped_step, autograph=False)
+        graph = function.get_concrete_function(keras.tree.map_structure(spec, structure)).graph
+        return _by_layer(graph, scopes)
+
+
+class _Part(enum.Enum):
+    """What of a layer moves bytes."""
+
+    WEIGHTS = enum.auto()
+    INPUTS = enum.auto()  # of the model
+    CASTS = enum.auto()
+    CODE = enum.auto()
+
+
+@dataclass(frozen=True)
+class _ByLayer:
+    """The cost of a step, and the float32 bytes of each layer: `None` for those of no layer."""
+
+    traffic: Traffic
+    float32_bytes: dict[tuple[keras.Layer | None, _Part], int]
+
+
+def _by_layer(graph: tf.Graph, scopes: "_LayerScopes") -> _ByLayer:
+    numbers = {layer: number for number, layer in enumerate(scopes.layers)}
+    owners: dict[str, tuple[keras.Layer | None, _Part]] = {"": (None, _Part.CODE)}
+    inputs = {tensor.name for tensor in graph.inputs}
+
+    def owner(name: str, op: tf.Operation) -> str:
+        layer = scopes.layer_of(name)
+        if layer is None:
+            return ""
+        part = _part_of(layer, op)
+        if part is _Part.CASTS and op.graph is graph and op.inputs[0].name in inputs:
+            part = _Part.INPUTS
+        label = f"{numbers[layer]} {part.name}"
+        owners[label] = layer, part
+        return label
+
+    traffic = traffic_of(graph, owner)
+    float32_bytes = {
+        owners[label]: cost.float32_bytes
+        for label, cost in traffic.by_owner.items()
+        if cost.float32_bytes
+    }
+    return _ByLayer(traffic, float32_bytes)
+
+
+def _part_of(layer: keras.Layer, op: tf.Operation) -> _Part:
+    """Returns what an operation of a layer does."""
+    if op.type != "Cast":
+        return _Part.CODE
+    # A layer in 16 bits casts its weights, and the backward pass casts their gradients back.
+    shapes = [weight.shape for weight in layer.weights]
+    return _Part.WEIGHTS if tuple(op.outputs[0].shape) in shapes else _Part.CASTS
+
+
+def _causes(by_layer: _ByLayer, dtype: str) -> tuple[Float32Cause, ...]:
+    """Returns why layers of a model that computes in `dtype` move float32."""
+    total = by_layer.traffic.bytes
+    shares: dict[tuple[str, str], float] = {}
+    paths: dict[tuple[str, str], dict[str, None]] = {}
+    with_code = {layer for layer, part in by_layer.float32_bytes if part is _Part.CODE}
+    for (layer, part), moved in by_layer.float32_bytes.items():
+        if layer is None:
+            continue
+        is_cast = part in (_Part.INPUTS, _Part.CASTS)
+        is_code = is_cast and layer in with_code  # casts for what it computes
+        reason = _reason(layer, _Part.CODE if is_code else part, dtype)
+        key = type(layer).__name__, reason
+        shares[key] = shares.get(key, 0.0) + moved / total
+        paths.setdefault(key, {})[layer.path or layer.name] = None
+    causes = [Float32Cause(*key, share, tuple(paths[key])) for key, share in shares.items()]
+    return tuple(sorted(causes, key=lambda cause: -cause.share))
+
+
+def _reason(layer: keras.Layer, part: _Part, dtype: str) -> str:
+    """Returns why a layer moves float32, as shown to users."""
+    if layer.compute_dtype not in DTYPES_16_BIT:
+        rule = float32_rule(layer, keras.DTypePolicy(f"mixed_{dtype}"), Moment.CREATION)
+        return f"kmp keeps it in float32: {rule.reason(dtype)}" if rule else "its dtype is float32"
+    if part is _Part.WEIGHTS:
+        return "its weights and their gradients are float32"
+    if part is _Part.INPUTS:
+        return "it casts the inputs of the model, which have dtype float32"
+    if part is _Part.CASTS:
+        return "it casts from or to a layer in float32"
+    return f"its code in {type(layer).__module__} computes in float32"
 
 
 def traffic_by_class(
@@ -135,22 +268,28 @@ class _LayerScopes:
     """
 
     def __init__(self, model: keras.Model) -> None:
-        self._layers = list(sublayers(model))
+        self.layers = list(sublayers(model))
 
     @contextlib.contextmanager
     def opened(self) -> Iterator[None]:
         """Opens the scope of each layer that is called in the context."""
         with contextlib.ExitStack() as stack:
-            for number, layer in enumerate(self._layers):
+            for number, layer in enumerate(self.layers):
                 in_scope = functools.partial(_in_scope, f"{_SCOPE}{number}")
                 stack.enter_context(own_method(layer, "call", in_scope))
             yield
 
-    def class_of(self, name: str) -> str:
-        """Returns the class of the innermost layer of an operation, given its name."""
+    def layer_of(self, name: str) -> keras.Layer | None:
+        """Returns the innermost layer of an operation, given its name, if that computes."""
         numbers = _NUMBER.findall(name.rpartition("/")[0])
-        layer = self._layers[int(numbers[-1])] if numbers else None
-        return "" if layer is None or is_passthrough(layer) else type(layer).__name__
+        layer = self.layers[int(numbers[-1])] if numbers else None
+        return None if layer is None or is_passthrough(layer) else layer
+
+    def class_of(self, name: str, op: tf.Operation) -> str:
+        """Returns the class of that layer; empty without one."""
+        del op  # the name has the layer
+        layer = self.layer_of(name)
+        return "" if layer is None else type(layer).__name__
 
 
 def _in_scope(name: str, call: Callable[..., Any]) -> Callable[..., Any]:

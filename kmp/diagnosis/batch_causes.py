@@ -245,5 +245,4 @@ def _severity(run: RunMetrics) -> str:
     count, is_stuck = run.nonfinite_losses, run.ends_nonfinite
     if not count:
         count, is_stuck = run.overflows, run.is_stuck
-    is_rare = count <= thresholds.FEW_SKIPPED * run.steps
-    return WARNING if is_rare and not is_stuck else ERROR
+    return WARNING if run.is_rare(count) and not is_stuck else ERROR

@@ -66,7 +66,7 @@ class ComputeInFloat32:
 
 @dataclass(frozen=True)
 class PrepareData:
-    """Statements before the call of `fit`, about its arrays `x` and `y`, or about the model.
+    """Statements about the arrays `x` and `y` of `fit` or the model before it, or of a step.
 
     Args:
         statement: The Python source, in one line or several.

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 
 from kmp.diagnosis.batch_causes import NonfiniteData, invalid_targets
 from kmp.diagnosis.cause import ERROR, Cause
-from kmp.diagnosis.forward_causes import hidden_nonfinite, nonfinite_forward
+from kmp.diagnosis.forward_causes import GrowingActivations, nonfinite_forward
 from kmp.diagnosis.precision_causes import (
     Repaired,
     StaleState,
@@ -27,6 +27,7 @@ from kmp.diagnosis.scale_causes import (
     NonfiniteGradients,
     backward_overflow,
 )
+from kmp.diagnosis.step_causes import ChangedInLayer, WronglyScaled
 from kmp.diagnosis.underflow_causes import (
     DeadVariables,
     FlushedBranch,
@@ -48,11 +49,12 @@ PREDICATES: tuple[Predicate, ...] = (
     UntrainedVariables.of,
     NonfiniteData.of,
     invalid_targets,
+    WronglyScaled.of,
     DivisionByEpsilon.of,
     LostSquares.of,
     Exploding.of,
+    GrowingActivations.of,
     nonfinite_forward,
-    hidden_nonfinite,
     UnscaledLoss.of,
     WrongOutputs.of,
     StaleState.of,
@@ -71,6 +73,7 @@ PREDICATES: tuple[Predicate, ...] = (
     ScaleTooSmall.of,
     WideRange.of,
     WrongGradients.of,
+    ChangedInLayer.of,
 )
 
 

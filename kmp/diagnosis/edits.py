@@ -11,7 +11,11 @@ from kmp.utils.float_formats import DTYPES_16_BIT, FLOAT16, FLOAT32
 
 NONE: Edits = ()
 IN_FLOAT32 = SetArguments("kmp.enable", {"policy": "'float32'"})
-APPLY_UNSCALED = (SetArguments("self.optimizer.apply", {"unscaled": "True"}),)
+
+
+def apply_unscaled(optimizer: str) -> Edits:
+    """Returns the change of a call of `apply` that gets gradients without the loss scale."""
+    return (SetArguments(f"{optimizer}.apply", {"unscaled": "True"}),)
 
 
 def power(exponent: float) -> str:

@@ -1,14 +1,16 @@
 """Causes of a forward pass or a loss that is not finite."""
 
+import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from kmp.diagnosis import edits, precision_causes, soundness
+from kmp.diagnosis import edits, precision_causes, soundness, thresholds
 from kmp.diagnosis.batch_causes import NonfiniteData, invalid_targets
-from kmp.diagnosis.cause import SIXTEEN_BITS, WARNING, Cause, Stage
+from kmp.diagnosis.cause import SIXTEEN_BITS, Cause, Stage
 from kmp.diagnosis.run_metrics import RunMetrics
 from kmp.records import Replay
 from kmp.records.replay import LOSS_FUNCTION, NonfiniteOperation
+from kmp.records.step_facts import CodeLine
 from kmp.utils.float_formats import FLOAT16, FORMATS_16_BIT
 
 DIVISIONS = ("RealDiv", "Rsqrt", "Reciprocal", "Inv", "Div", "Xdivy", "Pow")
@@ -42,16 +44,75 @@ class NonfiniteForward(Cause):
 
 
 @dataclass(frozen=True, kw_only=True)
-class HiddenNonfinite(Cause):
-    """A forward pass that is NaN or Inf operation by operation, but not compiled.
+class NonfiniteCompiled(Cause):
+    """A forward pass that is NaN or Inf as the training step is compiled, and only so.
 
     Args:
-        eager: What it is as `model(x)` runs it.
+        replay: The replay that shows it.
     """
 
     formats = SIXTEEN_BITS
+    stage = Stage.FORWARD
+    cured_by_float32 = True
 
-    eager: NonfiniteForward
+    replay: Replay
+
+
+@dataclass(frozen=True, kw_only=True)
+class GrowingActivations(Cause):
+    """Activations that grow from layer to layer, in float32 too, beyond what trains.
+
+    Where few layers in float32 make a pass finite, that is the cure of an overflow.
+
+    Args:
+        replay: The replay that shows it.
+        largest: The largest magnitude of the outputs in float32.
+        largest_input: The largest input, or 1 if that is larger.
+        layers: The number of layers that have made the largest magnitude larger.
+        factor: The factor of these layers, on average.
+        is_from_start: Whether no step has changed the weights.
+    """
+
+    stage = Stage.FORWARD
+
+    replay: Replay
+    largest: float
+    largest_input: float
+    layers: int
+    factor: float
+    is_from_start: bool
+
+    @classmethod
+    def of(cls, run: RunMetrics) -> "GrowingActivations | None":
+        """Returns the cause if the run has it."""
+        replay = run.forward_replay
+        magnitudes = [*replay.overflow.magnitudes.values()] if replay and replay.overflow else []
+        if replay is None or not magnitudes or replay.float32_layers:
+            return None
+        if replay.batch.nonfinite_variables:
+            return None
+        largest_input = max(1.0, replay.batch.largest_input)
+        # Outputs that are not finite in float32 may have no finite value.
+        largest = magnitudes[-1] if replay.is_finite_in_float32 else max(magnitudes)
+        if largest <= thresholds.GROWN_OUTPUTS * largest_input:
+            return None
+        factors, reached = list[float](), largest_input
+        for magnitude in magnitudes:
+            if magnitude > reached:
+                factors.append(magnitude / reached)
+                reached = magnitude
+        growth = math.log(reached / largest_input)
+        if math.log(max(factors)) > thresholds.GROWN_IN_ONE_LAYER * growth:
+            return None
+        return cls(
+            name="exploding",
+            replay=replay,
+            largest=largest,
+            largest_input=largest_input,
+            layers=len(factors),
+            factor=math.exp(growth / len(factors)),
+            is_from_start=run.has_never_updated,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,11 +134,18 @@ class NonfiniteInFloat32(Cause):
 
 @dataclass(frozen=True, kw_only=True)
 class LossInFloat16(Cause):
-    """A loss in float16 that is not finite, and that no replay shows."""
+    """A loss in float16 that is not finite, and that no replay shows.
+
+    Args:
+        operations: What computes it in float16 from the outputs of layers, the steepest first;
+            empty if that is not known.
+    """
 
     formats = (FLOAT16,)
     stage = Stage.FORWARD
     cured_by_float32 = True
+
+    operations: list[CodeLine]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,7 +163,12 @@ class UnexplainedLoss(Cause):
 
 
 Forward = (
-    NonfiniteForward | NonfiniteInFloat32 | LossInFloat16 | NonfiniteLossFunction | UnexplainedLoss
+    NonfiniteForward
+    | NonfiniteCompiled
+    | NonfiniteInFloat32
+    | LossInFloat16
+    | NonfiniteLossFunction
+    | UnexplainedLoss
 )
 
 
@@ -104,8 +177,8 @@ def nonfinite_forward(run: RunMetrics) -> Forward | None:
     replay = run.forward_replay
     if not _has_failed(run, replay) or _is_explained_by_batch(run):
         return None
-    # The compiled step may fold constants that are finite one by one. What the eager one showed is
-    # a cause in the outputs.
+    # The compiled step may fold constants that are finite one by one. What operation by
+    # operation showed is a cause in the outputs.
     if replay is None and precision_causes.WrongOutputs.of(run):
         return None
     if replay is None or _is_finite_forward(replay):
@@ -115,7 +188,19 @@ def nonfinite_forward(run: RunMetrics) -> Forward | None:
     found = _first_nonfinite(replay)
     if found:
         return explained(run, found, replay)
-    return _not_replayed(run) if run.nonfinite_losses else None
+    return _only_compiled(run, replay) or (_not_replayed(run) if run.nonfinite_losses else None)
+
+
+def _only_compiled(run: RunMetrics, replay: Replay) -> NonfiniteCompiled | None:
+    """Returns the cause if the outputs are not finite as the step is compiled."""
+    if not (replay.float32_layers and replay.overflow and replay.overflow.outputs):
+        return None
+    return NonfiniteCompiled(
+        name="forward_overflow",
+        location=replay.float32_layers[0],
+        edits=edits.replayed(run, replay),
+        replay=replay,
+    )
 
 
 def _is_finite_forward(replay: Replay) -> bool:
@@ -136,25 +221,6 @@ def _has_failed(run: RunMetrics, replay: Replay | None) -> bool:
 
 def _is_explained_by_batch(run: RunMetrics) -> bool:
     return NonfiniteData.of(run) is not None or invalid_targets(run) is not None
-
-
-def hidden_nonfinite(run: RunMetrics) -> HiddenNonfinite | None:
-    """Returns the cause if compiling hides a NaN or Inf."""
-    replay = run.replays[-1] if run.replays else None
-    is_hidden = bool(replay and replay.overflow and replay.overflow.is_finite_compiled)
-    if replay is None or not is_hidden or run.run.last("overflow_count") != 0:
-        return None
-    found = _first_nonfinite(replay)
-    if found is None or found.layer == LOSS_FUNCTION:  # the loss was not compiled
-        return None
-    eager = explained(run, found, replay)
-    return HiddenNonfinite(
-        name="uncompiled",
-        severity=WARNING,
-        location=eager.location,
-        edits=eager.edits,
-        eager=eager,
-    )
 
 
 def _first_nonfinite(replay: Replay) -> NonfiniteOperation | None:
@@ -252,9 +318,12 @@ def _nonfinite_in_float32(run: RunMetrics, replay: Replay) -> NonfiniteInFloat32
 
 def _not_replayed(run: RunMetrics) -> LossInFloat16 | NonfiniteLossFunction | UnexplainedLoss:
     """Returns what is known of non-finite losses without a replay that shows them."""
-    if run.run.last("loss_dtype") == FLOAT16.name:
+    operations = soundness.in_float16(run.step_facts)
+    if operations or run.run.last("loss_dtype") == FLOAT16.name:
         change = edits.in_float32(run, run.settings.get("output_layers", []))
-        return LossInFloat16(name="loss_overflow", location=LOSS_FUNCTION, edits=change)
+        return LossInFloat16(
+            name="loss_overflow", location=LOSS_FUNCTION, edits=change, operations=operations
+        )
     if run.forward_replay and _is_finite_forward(run.forward_replay):
         return NonfiniteLossFunction(name="loss", location=LOSS_FUNCTION)
     return UnexplainedLoss(name="loss")

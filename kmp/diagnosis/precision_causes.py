@@ -58,7 +58,7 @@ class UnscaledLoss(Cause):
         if unscaled.change:  # it is in the training step
             location = ""
         if unscaled.change == "divided":
-            change = edits.APPLY_UNSCALED
+            change = edits.apply_unscaled("self.optimizer")
         return cls(
             name="unscaled_loss",
             location=location,
@@ -89,8 +89,8 @@ class WrongOutputs(Cause):
     @classmethod
     def of(cls, run: RunMetrics) -> "WrongOutputs | None":
         """Returns the cause if the run has it."""
-        replay = run.last_comparison
-        if replay is None or not soundness.is_harmful(replay, run.format):
+        replay = run.harmful_comparison
+        if replay is None:
             return None
         has_wrong_gradients = bool(soundness.harmful_gradients(replay))
         if has_wrong_gradients and soundness.needs_another_scale_only(replay):
@@ -133,7 +133,7 @@ class StaleState(Cause):
     @classmethod
     def of(cls, run: RunMetrics) -> "StaleState | None":
         """Returns the cause if the run has it."""
-        replay = run.last_comparison
+        replay = run.harmful_comparison
         lost = soundness.lost_states(replay) if replay else []
         if replay is None or not lost:
             return None
@@ -178,7 +178,7 @@ class WrongGradients(Cause):
     @classmethod
     def of(cls, run: RunMetrics) -> "WrongGradients | None":
         """Returns the cause if the run has it."""
-        last = run.last_comparison
+        last = run.harmful_comparison
         if last is None or soundness.has_few_examples(last, run.format):
             return None
         if not soundness.harmful_gradients(last):

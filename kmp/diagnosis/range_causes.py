@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from kmp.diagnosis import edits, forward_causes, thresholds
+from kmp.diagnosis import edits, forward_causes
 from kmp.diagnosis.cause import FLOAT32_RANGE, Cause, SetArguments, Stage
 from kmp.diagnosis.forward_causes import NonfiniteForward
 from kmp.diagnosis.run_metrics import RunMetrics
@@ -27,7 +27,7 @@ class NeedlessScale(Cause):
     @classmethod
     def of(cls, run: RunMetrics) -> "NeedlessScale | None":
         """Returns the cause if the run has it."""
-        if run.gradient_overflows <= thresholds.FEW_SKIPPED * run.steps or not run.scale > 1.0:
+        if run.is_rare(run.gradient_overflows) or not run.scale > 1.0:
             return None
         if run.backward_replay and not run.backward_replay.is_finite_in_float32:
             return None

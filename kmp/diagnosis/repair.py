@@ -6,7 +6,6 @@ from kmp.diagnosis import causes, soundness, thresholds
 from kmp.diagnosis.cause import Cause, Stage
 from kmp.diagnosis.run_metrics import RunMetrics
 from kmp.records import Replay, Run
-from kmp.utils.float_formats import FloatFormat
 
 
 @dataclass(frozen=True)
@@ -35,7 +34,7 @@ def cure_of(run: Run) -> Cure | None:
     replay = metrics.replays[-1] if metrics.replays else None
     if replay is None or not replay.float32_layers:
         return None
-    if not (_is_evidence(replay, metrics.format) or _is_repeated(metrics)):
+    if not (soundness.is_evidence(replay, metrics.format) or _is_repeated(metrics)):
         return None
     if may_diverge(metrics, replay):
         return None
@@ -43,20 +42,6 @@ def cure_of(run: Run) -> Cure | None:
     if cause is None:
         return None
     return Cure(tuple(replay.float32_layers), cause, replay)
-
-
-def _is_evidence(replay: Replay, number_format: FloatFormat) -> bool:
-    """Whether one replay is enough: not if only gradients differ."""
-    if not replay.is_finite or soundness.overflow_inside(replay):
-        return True
-    if soundness.error_origin(replay, number_format) or soundness.lost_states(replay):
-        return True
-    if (replay.output_error or 0.0) > thresholds.HARMFUL_OUTPUT_ERROR_ALONE:
-        return True
-    # The rounding of the outputs may be all that is left of a small loss.
-    loss = max(abs(replay.float32_loss or 0.0), thresholds.SMALL_LOSS)
-    limit = thresholds.HARMFUL_OUTPUT_ERROR_ALONE * loss
-    return soundness.is_harmful(replay, number_format) and soundness.loss_difference(replay) > limit
 
 
 def _is_repeated(run: RunMetrics) -> bool:

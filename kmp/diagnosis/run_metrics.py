@@ -16,6 +16,7 @@ from kmp.diagnosis.sample_statistics import counts_below, statistics, unscaled_c
 from kmp.records import Replay, Run
 from kmp.records.gradient_sample import layer_of
 from kmp.records.replay import LOSS_FUNCTION, GradientError
+from kmp.records.step_facts import StepFacts
 from kmp.utils.float_formats import FLOAT16, FLOAT32
 from kmp.utils.names import path_and_parents
 
@@ -58,7 +59,11 @@ class RunMetrics:
         self.replays = [replay for _, replay in run.replays]
         # A float32 run is compared with itself.
         self.comparisons = [] if self.format is FLOAT32 else run.comparisons
-        self.last_comparison = self.comparisons[-1][1] if self.comparisons else None
+        compared = [replay for _, replay in self.comparisons]
+        self.last_comparison = compared[-1] if compared else None
+        # That one if the comparisons agree on harm.
+        agree = soundness.agree_on_harm(compared, self.format)
+        self.harmful_comparison = self.last_comparison if agree else None
         # The last replay whose loss and gradients were finite, and the last one whose loss was, but
         # not the gradients.
         self.clean_replay = self._last_replay(
@@ -78,10 +83,24 @@ class RunMetrics:
         self.gradient_overflows = self.overflows - self.nonfinite_losses
         self.consecutive_overflows = int(run.last("overflows_in_a_row") or 0)
 
+    def is_rare(self, skipped: int) -> bool:
+        """Whether so many skipped steps are few: of a short run one, if another one trains."""
+        return skipped <= thresholds.FEW_SKIPPED * self.steps or skipped == 1 < self.steps
+
     @property
     def has_own_loss(self) -> bool:
         """Whether no replay has the loss: only forward passes of a training loop were replayed."""
         return bool(self.replays) and all(replay.is_forward_only for replay in self.replays)
+
+    @property
+    def step_facts(self) -> StepFacts | None:
+        """What the graph of the training step shows; `None` if that is not known."""
+        return self.settings.get("step_facts")
+
+    @property
+    def has_step_of_keras(self) -> bool:
+        """Whether `fit` trains with the training step of Keras."""
+        return bool(self.settings.get("in_fit")) and self.settings.get("train_step") == "keras"
 
     def layer_of(self, variable: str) -> str:
         """Returns the path of the layer that a program creates and that has this variable.

@@ -59,7 +59,7 @@ class NonfiniteGradients(Cause):
 
 def severity_of_overflows(run: RunMetrics) -> str:
     """Returns a warning if few steps overflow in the backward pass: the others train."""
-    is_rare = run.gradient_overflows <= thresholds.FEW_SKIPPED * run.steps
+    is_rare = run.is_rare(run.gradient_overflows)
     return WARNING if is_rare and not run.is_stuck else ERROR
 
 
@@ -191,7 +191,7 @@ def _overflows_at_every_scale(run: RunMetrics) -> bool:
         return False
     if suitable is not None and suitable < run.scale:
         return False  # a fixed scale that is too large, or a dynamic one that still falls
-    are_many = run.gradient_overflows > thresholds.MANY_SKIPPED * run.steps
+    are_many = run.gradient_overflows > max(1, thresholds.MANY_SKIPPED * run.steps)
     if run.is_fixed:
         return are_many and run.headroom >= thresholds.SPARE_BITS
     is_at_minimum = run.scale <= run.min_scale * 2.0**thresholds.SPARE_BITS
@@ -248,8 +248,7 @@ class FixedScaleTooLarge(Cause):
     @classmethod
     def of(cls, run: RunMetrics) -> "FixedScaleTooLarge | None":
         """Returns the cause if the run has it."""
-        limit = thresholds.FEW_SKIPPED * run.steps
-        if not run.is_fixed or run.gradient_overflows <= limit:
+        if not run.is_fixed or run.is_rare(run.gradient_overflows):
             return None
         (origin, share), highest = run.main_overflow_origin, None
         if run.curve and run.curve.recommended:
@@ -344,6 +343,7 @@ class InitialScaleTooLarge(Cause):
         skipped: The number of steps that were skipped at the start.
         first_steps: The number of steps in which that was.
         stable: The scale that the steps led to, or at which a replayed batch is finite.
+        is_replayed: Whether it is the one of a replay, because all steps were skipped.
     """
 
     formats = LOSS_SCALES
@@ -352,6 +352,7 @@ class InitialScaleTooLarge(Cause):
     skipped: int
     first_steps: int
     stable: float
+    is_replayed: bool = False
 
     @classmethod
     def of(cls, run: RunMetrics) -> "InitialScaleTooLarge | None":
@@ -362,7 +363,8 @@ class InitialScaleTooLarge(Cause):
         skipped, first_steps, stable = run.startup_overflows
         has_never_updated = run.consecutive_overflows == run.overflows == run.steps
         suitable = _suitable_scale(run)
-        if has_never_updated and not run.nonfinite_losses and suitable:
+        is_replayed = has_never_updated and not run.nonfinite_losses and bool(suitable)
+        if is_replayed and suitable:
             skipped, first_steps, stable = run.steps, run.steps, suitable
         has_only_decreased = stable <= _lowest_after(run, initial, skipped)
         if skipped <= thresholds.SKIPPED_AT_START:
@@ -379,6 +381,7 @@ class InitialScaleTooLarge(Cause):
             skipped=skipped,
             first_steps=first_steps,
             stable=stable,
+            is_replayed=is_replayed,
         )
 
 
@@ -429,7 +432,7 @@ class GrowthTooFast(Cause):
         if run.consecutive_overflows >= min(run.steps, longest):
             return None
         after_startup = run.gradient_overflows - run.startup_overflows[0]
-        if after_startup <= thresholds.SKIPPED_BY_GROWTH * run.steps:
+        if after_startup <= max(1, thresholds.SKIPPED_BY_GROWTH * run.steps):
             return None
         arguments = {}
         if interval <= thresholds.SMALL_GROWTH_INTERVAL:
@@ -440,6 +443,9 @@ class GrowthTooFast(Cause):
             arguments["backoff_factor"] = "0.5"
         if patience > 1:
             arguments["hysteresis"] = "1"
+        # In so few steps the scale has not grown, but falls to the one that suits it.
+        if [*arguments] == ["growth_interval"] and run.last_step <= interval:
+            return None
         return cls(
             name="growth_interval_too_small",
             severity=WARNING,

@@ -14,7 +14,25 @@ from kmp.records.replay import (
     NonfiniteOperation,
     StateError,
 )
+from kmp.records.step_facts import CodeLine, StepFacts
 from kmp.utils.float_formats import BFLOAT16, FLOAT16, FloatFormat
+
+# Functions whose results overflow or vanish for operands of common size, the steepest first.
+_STEEP = (
+    *("Pow", "Exp", "Expm1", "L2Loss", "Square", "SquaredDifference", "RealDiv", "Reciprocal"),
+    *("Rsqrt", "Log", "Log1p", "Mul", "Sum", "Mean"),
+)
+
+
+def in_float16(facts: StepFacts | None) -> list[CodeLine]:
+    """Returns what rounds in float16 between the outputs of layers and the loss.
+
+    The steepest function first; nothing if it is not known.
+    """
+    found = facts.operations_in_16_bits if facts else None
+    in_float16 = [each for each in found or () if each.dtype == FLOAT16.name]
+    steepness = {operation: index for index, operation in enumerate(_STEEP)}
+    return sorted(in_float16, key=lambda each: steepness.get(each.operation, len(_STEEP)))
 
 
 def unconverged(errors: Sequence[GradientError]) -> list[GradientError]:
@@ -115,6 +133,37 @@ def is_harmful(replay: Replay, number_format: FloatFormat = FLOAT16) -> bool:
         return False
     is_of_loop = replay.loop is not None
     return are_harmful(errors.output_error, errors.gradients, number_format, is_of_loop=is_of_loop)
+
+
+def is_evidence(replay: Replay, number_format: FloatFormat = FLOAT16) -> bool:
+    """Whether one replay is enough to show harm: not if only gradients differ."""
+    if not replay.is_finite or overflow_inside(replay):
+        return True
+    if error_origin(replay, number_format) or lost_states(replay):
+        return True
+    if (replay.output_error or 0.0) > thresholds.HARMFUL_OUTPUT_ERROR_ALONE:
+        return True
+    # The rounding of the outputs may be all that is left of a small loss.
+    loss = max(abs(replay.float32_loss or 0.0), thresholds.SMALL_LOSS)
+    limit = thresholds.HARMFUL_OUTPUT_ERROR_ALONE * loss
+    return is_harmful(replay, number_format) and loss_difference(replay) > limit
+
+
+def agree_on_harm(comparisons: Sequence[Replay], number_format: FloatFormat = FLOAT16) -> bool:
+    """Whether the comparisons of a run, since its last repair, agree that 16 bits hurt it.
+
+    The last one has to be harmful, because harm that has passed asks for no change, and if only
+    gradients differ, at least half of the last five: their errors are compared with an estimate of
+    the noise, so one batch decides nothing beside several sound ones, while three that agree, as
+    many as a repair needs, outvote the others also if the harm begins late.
+    """
+    if not comparisons or not is_harmful(comparisons[-1], number_format):
+        return False
+    if is_evidence(comparisons[-1], number_format):
+        return True
+    latest = comparisons[-thresholds.VOTING_COMPARISONS :]
+    harmful = [replay for replay in latest if is_harmful(replay, number_format)]
+    return 2 * len(harmful) >= len(latest)
 
 
 def has_few_examples(replay: Replay, number_format: FloatFormat) -> bool:

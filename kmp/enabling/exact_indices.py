@@ -18,7 +18,6 @@ import tensorflow as tf
 from kmp.backend import keras_internals
 from kmp.backend.keras_internals import sublayers
 from kmp.backend.patching import patches
-from kmp.backend.thread_overrides import has_own_attributes
 from kmp.enabling import misuse_warnings
 from kmp.utils.float_formats import DTYPES_16_BIT, FORMATS_16_BIT
 
@@ -55,7 +54,7 @@ def rounds_indices(rows: float, dtype: str) -> bool:
 def keep_exact(layer: keras.Layer) -> None:
     """Makes a layer look up the exact indices, if it is a look-up layer.
 
-    Sets `call` of this layer only, as `fuse_normalization` does. The patches that find the exact
+    Sets `call` of this layer only, as `use_fused_call` does. The patches that find the exact
     indices stay as long as the layer lives, or until the `disable` after that.
     """
     if isinstance(layer, _LOOK_UPS):
@@ -143,9 +142,6 @@ def _look_up(layer: keras.Layer, inputs: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _warn_if_rounded(layer: keras.Layer, dtype: str) -> None:
-    # The training may not compute in the format of a replay.
-    if has_own_attributes():
-        return
     rows = rows_of(layer)
     if rounds_indices(rows, dtype):
         text = f" for {rows} rows" if rows < math.inf else ""

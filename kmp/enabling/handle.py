@@ -103,7 +103,8 @@ def enable(
             `kmp.audit(model, batch)` shows before a training, and a report after it.
         jit_compile: Whether to compile the optimizer's step with XLA if the model is not compiled
             with XLA: `True`, `False` or `"auto"` (default, on a GPU), as in
-            `kmp.LossScaleOptimizer`.
+            `kmp.LossScaleOptimizer`. With `False`, XLA does not compile normalizations,
+            activations and softmaxes on a GPU either.
         **loss_scale_settings: `initial_scale`, `growth_interval`, `growth_factor`,
             `backoff_factor`, `hysteresis`, `min_scale`, `max_scale`, `loss_scale`: as in
             `kmp.LossScaleOptimizer`, for models with a layer that computes in float16.

@@ -4,6 +4,7 @@ Each passes calls on unchanged where it does not apply: to models without kmp's 
 not compiled under `enable`, and after `disable`.
 """
 
+import contextlib
 import functools
 import inspect
 import weakref
@@ -14,7 +15,8 @@ from weakref import WeakKeyDictionary, WeakSet
 
 import keras
 
-from kmp.backend import keras_internals, marked_policy
+from kmp.backend import jit_support, keras_internals, marked_policy
+from kmp.backend.compiled_parts import in_step
 from kmp.backend.keras_internals import compute_dtypes
 from kmp.backend.patching import patches
 from kmp.enabling import exact_indices, misuse_warnings
@@ -29,7 +31,7 @@ from kmp.enabling.optimizers import follow_model, wrap_for_compile
 from kmp.guarding.guarded_step import guard_train_step, guarded_step_of, is_built
 from kmp.guarding.model_optimizers import optimizers_of
 from kmp.layers.float32_classes import keep_in_float32, selected_classes
-from kmp.layers.fused_normalization import fuse_normalization
+from kmp.layers.fused_calls import use_fused_call
 from kmp.layers.layer_calls import build_in_own_dtype
 from kmp.optimizer import LossScaleOptimizer
 from kmp.utils import user_messages
@@ -72,32 +74,45 @@ def compile_patch(original: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(original)
     def compile(self: keras.Model, *args: Any, **kwargs: Any) -> None:
         arguments = _named_arguments(args, kwargs)
-        is_passed = "optimizer" in arguments
-        optimizer = arguments.pop("optimizer", "rmsprop")
-        is_on = bool(active or rewrite_dtypes)
-        is_wrapped = isinstance(optimizer, LossScaleOptimizer)
-        if not (is_on or is_wrapped):
+        is_wrapped = isinstance(arguments.get("optimizer"), LossScaleOptimizer)
+        if not (active or rewrite_dtypes or is_wrapped):
             original(self, *args, **kwargs)
             return
-        scales = arguments.pop("auto_scale_loss", True)
-        if rewrite_dtypes:
-            _check_rewrite(arguments)
-            arguments["jit_compile"] = False
-        wraps = scales and bool(active or FLOAT16.name in rewrite_dtypes)
-        if is_wrapped or wraps:
-            held = _wrapper_in(self, optimizer, is_compiled=False) or optimizer
-            optimizer, scales = wrap_for_compile(held, _computes_in_float16(self)), False
-        saved = _saved_optimizer(optimizer)
-        with context_value(_wraps_assigned, False):
-            original(self, optimizer=saved, auto_scale_loss=scales and not active, **arguments)
-            if saved is not optimizer:
-                self.optimizer = optimizer
-        if isinstance(optimizer, LossScaleOptimizer):
-            optimizer.is_passed = is_passed
-        if is_on:
-            _note_compiled(self)
+        # Metrics that are created outside of the scope of the strategy are on one device only.
+        with self.distribute_strategy.scope():
+            _compile(self, functools.partial(original, self), arguments)
 
     return compile
+
+
+def _compile(model: keras.Model, original: Callable[..., None], arguments: dict[str, Any]) -> None:
+    """Compiles a model with the `compile` of Keras, as the settings of kmp say."""
+    if rewrite_dtypes:
+        _check_rewrite(arguments)
+        arguments["jit_compile"] = False
+    jit_compile = arguments.get("jit_compile", "auto")
+
+    # The optimizer, and who scales the loss: kmp, Keras or nobody.
+    is_passed = "optimizer" in arguments
+    optimizer = arguments.pop("optimizer", "rmsprop")
+    scales = arguments.pop("auto_scale_loss", True)
+    wraps = scales and bool(active or FLOAT16.name in rewrite_dtypes)
+    if wraps or isinstance(optimizer, LossScaleOptimizer):
+        held = _wrapper_in(model, optimizer, is_compiled=False) or optimizer
+        optimizer, scales = wrap_for_compile(held, _computes_in_float16(model)), False
+    if isinstance(optimizer, LossScaleOptimizer):
+        optimizer.is_passed = is_passed
+        arguments["jit_compile"] = jit_support.passed_to_keras(model, jit_compile)
+
+    # Keras gets the optimizer that it is to save with the model.
+    saved = _saved_optimizer(optimizer)
+    with context_value(_wraps_assigned, False):
+        original(optimizer=saved, auto_scale_loss=scales and not active, **arguments)
+        if saved is not optimizer:
+            model.optimizer = optimizer
+    jit_support.note_requested(model, jit_compile)
+    if active or rewrite_dtypes:
+        _note_compiled(model)
 
 
 def _named_arguments(args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -266,23 +281,62 @@ def make_train_function_patch(original: Callable[..., None]) -> Callable[..., No
                 if optimizer.rule.scales_loss != computes_in_float16:
                     follow_model(optimizer, computes_in_float16)
         previous = self.train_function
-        original(self, force or is_new)
+        guard = guarded_step_of(self)
+        around = guard.keeping if guard else contextlib.nullcontext
+        with keras_internals.around_steps(self, around):
+            original(self, force or is_new)
         if self.train_function is not previous:
             self.train_function = _prepared(self, self.train_function)
 
     return make_train_function
 
 
-def make_test_function_patch(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Patches `make_test_function` to know models that were loaded without `enable`."""
+def make_test_function_patch(original: Callable[..., None]) -> Callable[..., None]:
+    """Patches `make_test_function` to know models that were loaded without `enable`.
+
+    And to trace the step with the parts that XLA compiles.
+    """
 
     @functools.wraps(original)
     def make_test_function(self: keras.Model, force: bool = False) -> Any:
         if _is_managed(self):
             _managed_models.add(self)
+            _mark_step(self, "test_step")
         return original(self, force)
 
     return make_test_function
+
+
+def make_predict_function_patch(original: Callable[..., None]) -> Callable[..., None]:
+    """Patches `make_predict_function` to trace the step with the parts that XLA compiles."""
+
+    @functools.wraps(original)
+    def make_predict_function(self: keras.Model, force: bool = False) -> Any:
+        if _is_managed(self):
+            _mark_step(self, "predict_step")
+        return original(self, force)
+
+    return make_predict_function
+
+
+def _mark_step(model: keras.Model, name: str) -> None:
+    """Makes a model's `test_step` or `predict_step` one whose parts are compiled.
+
+    On the model itself, as each replica calls it in a thread of its own. No export calls it.
+    """
+    own_step = vars(model).get(name)
+    if hasattr(own_step, "is_marked"):
+        return
+
+    def step(data: Any) -> Any:
+        run = own_step or functools.partial(getattr(type(model), name), model)
+        optimizers = optimizers_of(model).values()
+        compiles = not optimizers or any(each.jit_compile for each in optimizers)
+        with in_step(compiles and _is_managed(model)):
+            return run(data)
+
+    step.is_marked = True  # type: ignore[attr-defined]
+    vars(model)[name] = step  # not tracked by Keras' `__setattr__`
 
 
 def _prepared(model: keras.Model, train_function: Callable[[Any], Any]) -> Callable[[Any], Any]:
@@ -413,7 +467,7 @@ def layer_init_patch(original: Callable[..., None]) -> Callable[..., None]:
         is_of_kmp = marked_policy.is_marked(self)
         is_converted = selected_classes() is not None
         if active or is_of_kmp:
-            fuse_normalization(self)
+            use_fused_call(self)
         if active or is_of_kmp or is_converted:
             exact_indices.keep_exact(self)
         if active or is_converted:

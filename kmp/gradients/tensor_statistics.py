@@ -28,12 +28,12 @@ from kmp.utils.float_formats import FLOAT16, FLOAT32
 # comparison, concatenation, reduction and even reshaping run on the host, and `tf.split` on int64.
 # So bins are reshaped as uint32, and counts are int64.
 _MAGNITUDE = 0x7FFFFFFF
-_INF = 0x7F800000
 _BIASED_EXPONENTS = 2**FLOAT32.exponent_bits
 _BIAS = FLOAT32.max_exponent  # the biased exponent of 1.0
 _SUBNORMAL_EXPONENTS = FLOAT32.fraction_bits
 # In a group: measuring takes several times their memory, and smaller groups take longer to trace.
 _MAX_ELEMENTS = 2**24
+_MAX_IN_ONE_PASS = 2**18  # in a group outside of XLA
 _MAX_PAIRS = 2**22  # the same for weights before and after a step
 
 
@@ -147,10 +147,14 @@ def _measure_updates(before: TensorGroup, after: TensorGroup) -> tuple[tf.Tensor
 
 
 def _measure_gradients(group: TensorGroup) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
-    # Two algorithms, because neither is fast in both modes. On two CPU cores (November 2026), one
-    # pass takes 1.3 to 2.1 times as long in graph mode. Few operations take 1.04 to 1.22 times as
-    # long under XLA, 1.5 times with subnormals or Inf, and 1.6 times at the first call.
-    count = _count_in_one_pass if xla.is_tracing() else _count_in_few_operations
+    # Two algorithms, because neither is best everywhere. On two CPU cores (November 2026), in graph
+    # mode, few operations take half as long per element, and 60 ms more to trace than one pass,
+    # which is 5 % of the first call of a small network. Under XLA, few operations take 1.04 to 1.22
+    # times as long, 1.5 times with subnormals or Inf, and 1.6 times at the first call.
+    elements = group.values.shape.num_elements()
+    is_small = elements is not None and elements <= _MAX_IN_ONE_PASS
+    in_one_pass = xla.is_tracing() or is_small
+    count = _count_in_one_pass if in_one_pass else _count_in_few_operations
     counts = count(group)
     amax = tf.maximum(tf.reduce_max(group.values, 1), -tf.reduce_min(group.values, 1))
     amax = tf.maximum(group.per_tensor(amax, tf.math.unsorted_segment_max), 0.0)
@@ -162,14 +166,17 @@ def _measure_gradients(group: TensorGroup) -> tuple[tf.Tensor, tf.Tensor, tf.Ten
 def _count_in_one_pass(group: TensorGroup) -> tf.Tensor:
     """Returns the counts from a single histogram.
 
-    XLA fuses the computation of the bins into the counting loop.
+    XLA fuses the computation of the bins into the counting loop. The bins are computed as floats,
+    which are exact, because a GPU has no kernels for int32.
     """
     magnitude = _magnitude(group)
-    exponent = tf.bitwise.right_shift(magnitude, FLOAT32.fraction_bits)
-    subnormal_bin = tf.maximum(_exponent_of_integer(magnitude) - _BIAS + 1, ZERO_BIN)
-    nonfinite_bin = tf.where(tf.equal(magnitude, _INF), INF_BIN, NAN_BIN)
+    exponent = tf.cast(tf.bitwise.right_shift(magnitude, FLOAT32.fraction_bits), tf.float32)
+    of_integer = tf.cast(_exponent_of_integer(magnitude), tf.float32)
+    subnormal_bin = tf.maximum(of_integer - (_BIAS - 1), ZERO_BIN)
     bins = tf.where(tf.equal(exponent, 0), subnormal_bin, exponent + _SUBNORMAL_EXPONENTS)
-    return _histograms(tf.where(magnitude < _INF, bins, nonfinite_bin), 512, group)[:, :BIN_COUNT]
+    nonfinite_bin = tf.where(tf.math.is_nan(group.values), float(NAN_BIN), float(INF_BIN))
+    bins = tf.where(exponent < _BIASED_EXPONENTS - 1, bins, nonfinite_bin)
+    return _histograms(tf.cast(bins, tf.int32), 512, group)[:, :BIN_COUNT]
 
 
 def _count_in_few_operations(group: TensorGroup) -> tf.Tensor:

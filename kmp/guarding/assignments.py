@@ -49,11 +49,14 @@ class AssignmentRecord:
         """Saves the value of a variable if it is one of the weights and is assigned first."""
         if id(variable) not in self._weights or id(variable) in self._saved:
             return
-        # The replicas of MirroredStrategy are traced in turns, and share the weight. A value that
-        # is read in the graph of a branch or loop exists only there.
-        if self._graph is _current_graph() and self._replica == distribution.replica_id():
+        # The replicas of MirroredStrategy are traced in turns, and share the weight.
+        if self._replica != distribution.replica_id() or not _is_in(self._graph):
+            return
+        # In the graph of the step: a value that is read in the graph of a function, a branch or a
+        # loop exists only there. The step reads it before it calls that.
+        with contextlib.nullcontext() if self._graph is None else self._graph.as_default():
             value = keras_internals.uncast_value(variable)
-            self._saved[id(variable)] = SavedValue(variable, value)
+        self._saved[id(variable)] = SavedValue(variable, value)
 
 
 # Of the guarded steps that run now.
@@ -134,12 +137,15 @@ def creations_recorded() -> Iterator[CreationRecord]:
 
 def _is_accessible(tensor: tf.Tensor) -> bool:
     """Whether code that is traced now can use a tensor."""
-    if not tf.is_symbolic_tensor(tensor):
-        return True
-    graph: Any = tf.compat.v1.get_default_graph()
-    while graph is not None and graph is not tensor.graph:
-        graph = getattr(graph, "outer_graph", None)
-    return graph is not None
+    return not tf.is_symbolic_tensor(tensor) or _is_in(tensor.graph)
+
+
+def _is_in(graph: tf.Graph | None) -> bool:
+    """Whether code is traced in a graph or a function of it now; for `None`, runs eagerly."""
+    current: Any = _current_graph()
+    while current is not None and current is not graph:
+        current = getattr(current, "outer_graph", None)
+    return current is graph
 
 
 def _current_graph() -> tf.Graph | None:

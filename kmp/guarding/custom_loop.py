@@ -1,14 +1,15 @@
 """`guard`, for the step of a custom training loop."""
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import keras
 import tensorflow as tf
 
+from kmp.backend.step_graph import StepGraph, inputs_of, recorded_graph, recording
 from kmp.guarding.guarded_state import GuardedState
-from kmp.guarding.guarded_step import guarded_step_of
+from kmp.guarding.guarded_step import GuardedTrainStep, guarded_step_of
 from kmp.optimizer import LossScaleOptimizer
 from kmp.replay import BatchCapture
 from kmp.utils import validation
@@ -25,7 +26,7 @@ def guard(optimizer: LossScaleOptimizer, *layers: keras.Layer) -> Iterator[None]
     Restores, on each replica, the float weights created with `trainable=False`, the states of
     stateful RNNs, each float `tf.Variable` in an attribute of a layer, and trainable weights to
     which code other than the optimizer assigns a value, as `keras.layers.SpectralNormalization` and
-    sharpness-aware minimization do; not those assigned in a branch or loop of the graph. Does not
+    sharpness-aware minimization do. Does not
     restore random seeds and integer variables.
 
     Args:
@@ -49,9 +50,15 @@ def guard(optimizer: LossScaleOptimizer, *layers: keras.Layer) -> Iterator[None]
     """
     _check_arguments(optimizer, layers)
     state = GuardedState(layers, [optimizer])
-    with state.changes_recorded(), contextlib.ExitStack() as stack:
-        for capture in _captures_of(layers, optimizer):
-            stack.enter_context(capture.watch_calls())
+    watched = _watched(layers)
+    with (
+        state.changes_recorded(),
+        _recorded(watched, optimizer) as step,
+        contextlib.ExitStack() as stack,
+    ):
+        if step:
+            for capture in _captures_of(watched, optimizer):
+                stack.enter_context(capture.watch(step.data, is_loop=True))
         yield
     state.restore_if_skipped()
 
@@ -70,12 +77,33 @@ def _check_arguments(optimizer: Any, layers: Sequence[Any]) -> None:
         raise ValueError("`guard` must be used in a replica context, as in `strategy.run(step)`.")
 
 
+def _watched(layers: Sequence[keras.Layer]) -> list[GuardedTrainStep]:
+    """Returns what callbacks have set on those of the layers that are models."""
+    models = (layer for layer in layers if isinstance(layer, keras.Model))
+    return [step for step in map(guarded_step_of, models) if step]
+
+
 def _captures_of(
-    layers: Sequence[keras.Layer], optimizer: LossScaleOptimizer
-) -> Iterator[BatchCapture]:
-    """Yields the captures of batches of models that this optimizer trains under callbacks."""
-    for layer in layers:
-        step = guarded_step_of(layer) if isinstance(layer, keras.Model) else None
-        capture = step.capture_of(optimizer) if step else None
-        if capture:
-            yield capture
+    watched: Iterable[GuardedTrainStep], optimizer: LossScaleOptimizer
+) -> list[BatchCapture]:
+    """Returns the captures of batches of models that this optimizer trains under callbacks."""
+    return [capture for step in watched if (capture := step.capture_of(optimizer))]
+
+
+@contextlib.contextmanager
+def _recorded(
+    watched: Sequence[GuardedTrainStep], optimizer: LossScaleOptimizer
+) -> Iterator[StepGraph | None]:
+    """Records the graph of the step that is traced in the context, for callbacks.
+
+    The batch is what the function gets, or takes from an iterator.
+    """
+    if not watched or tf.executing_eagerly():
+        yield None
+        return
+    outer = recorded_graph()  # of `fit`, or of a guard around this one
+    data = inputs_of(tf.compat.v1.get_default_graph())
+    with contextlib.nullcontext(outer) if outer else recording(data) as step:
+        yield step
+    for each in watched:
+        each.graph_of_loop[optimizer] = step

@@ -99,4 +99,6 @@ class FiniteMetrics:
 
     def _compiles(self, compiles_step: bool) -> bool:
         """Whether the metrics can be restored in compiled code: TensorFlow keeps int32 on hosts."""
-        return compiles_step and all(each.dtype != "int32" for each in self._variables())
+        variables = self._variables()
+        on_device = all(each.dtype != "int32" for each in variables)
+        return compiles_step and on_device and all(map(distribution.is_local, variables))

@@ -10,7 +10,8 @@ import keras
 import tensorflow as tf
 from keras import ops
 
-from kmp.backend import keras_internals, xla
+from kmp.backend import distribution, keras_internals, xla
+from kmp.backend.compiled_parts import in_step
 from kmp.backend.keras_internals import (
     rnn_states,
     search_again,
@@ -46,7 +47,9 @@ class GuardedState:
     @contextlib.contextmanager
     def changes_recorded(self) -> Iterator[None]:
         """Records, in the context, what code assigns to weights and what it creates."""
+        compiles = any(optimizer.jit_compile for optimizer in self._optimizers)
         with (
+            in_step(compiles),
             creations_recorded() as self._created,
             assignments_recorded(self._weights.values()) as self._assigned,
         ):
@@ -69,7 +72,9 @@ class GuardedState:
             _restore_where(result.without_update(), weights)
 
         if states or weights:
-            call_if(result.any_skipped, restore, compiles=compiles_steps(self._optimizers))
+            are_local = all(distribution.is_local(each.variable) for each in (*states, *weights))
+            compiles = are_local and compiles_steps(self._optimizers)
+            call_if(result.any_skipped, restore, compiles)
         return result
 
     def _created_among(

@@ -1,21 +1,33 @@
 """A model's `train_step` under a guard, which `fit` calls in its place."""
 
 import contextlib
-import weakref
+import functools
+import logging
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import keras
 import tensorflow as tf
 
 from kmp.backend import keras_internals
-from kmp.backend.keras_internals import sublayers
+from kmp.backend.jit_support import compiles_passes
+from kmp.backend.keras_internals import has_float8_gradients, sublayers
 from kmp.backend.promotion import Place, promotions_recorded
+from kmp.backend.step_graph import StepGraph, recording
+from kmp.gradients.step_facts import facts_of
+from kmp.guarding.compiled_passes import NotCompilable, run_compiled
 from kmp.guarding.finite_metrics import FiniteMetrics
 from kmp.guarding.guarded_state import GuardedState, compiles_steps
 from kmp.guarding.model_optimizers import optimizers_of
 from kmp.layers.layer_calls import outermost_calls
 from kmp.optimizer import LossScaleOptimizer
-from kmp.replay import BatchCapture
+from kmp.records.step_facts import StepFacts
+from kmp.replay import BatchCapture, KeptBatches
+
+logger = logging.getLogger("kmp")
+
+_MOST_GRAPHS = 4
+_WITHOUT_XLA = "XLA does not compile the passes of each replica, which run as a graph: %s."
 
 
 def guard_train_step(model: keras.Model) -> bool:
@@ -83,12 +95,16 @@ class GuardedTrainStep:
 
     Attributes:
         own_step: The `train_step` that was set on the model itself, not on its class, or `None`.
-        captures: Each keeps a batch for a callback, by optimizer; used from the next trace on.
+        captures: Each finds a batch for a callback, by optimizer; used from the next trace on.
+        kept: The last batches of `fit`, if there are captures.
         has_run: Whether `fit` has called it, so that no other loop trains the model.
         repairs: The repairs of the model, which each callback of a training records.
         assigned: The weights to which the step itself assigned values, such as averages of others.
         promoted: The lines of the user's code whose operands the last trace promoted to float32.
         beside: The layers beside the model that its step calls, as in the loss; of the last trace.
+        graph: The graph of the step, of the last trace; `None` in eager mode.
+        graphs: The last ones for batches of different structures, the newest first.
+        graph_of_loop: The same of a custom loop under `kmp.guard`, by optimizer.
         has_repaired_layers: Whether a repair, of this model or of another one, has set some of its
             layers to float32.
     """
@@ -96,28 +112,28 @@ class GuardedTrainStep:
     def __init__(self, model: keras.Model) -> None:
         self.own_step = vars(model).get("train_step")
         self.captures: list[BatchCapture] = []
+        self.kept: KeptBatches | None = None
         self.has_run = False
         self.repairs: list[Repair] = []
         self.has_repaired_layers = False
         self.beside: list[keras.Layer] = []
         self.promoted: list[Place] = []
         self.assigned: list[keras.Variable] = []
+        self.graph: StepGraph | None = None
+        self.graphs: list[StepGraph] = []
+        self.graph_of_loop: dict[LossScaleOptimizer, StepGraph | None] = {}
         self._model = model
         self._metrics = FiniteMetrics(model)
-        self._prepared: weakref.ref[Any] | None = None  # the iterator of the capture
+        self._xla_obstacle = ""
 
     def begin_execution(self, iterator: Any, is_first: bool) -> None:
         """Prepares a call of the train function, the first of which traces it."""
         spec = getattr(iterator, "element_spec", None)
         if is_first:
+            self._xla_obstacle = ""
             self._create_variables(spec)
-        # A later `fit` may have batches of another structure, for which the function is traced
-        # again.
-        is_prepared = self._prepared is not None and self._prepared() is iterator
-        if self.captures and spec is not None and not is_prepared:
-            self._prepared = weakref.ref(iterator)
-            for capture in self.captures:
-                capture.prepare(spec, self._model.jit_compile)
+        if self.kept:
+            self.kept.bound_memory()
         self._metrics.begin_execution()
 
     def _create_variables(self, batch_spec: Any) -> None:
@@ -164,11 +180,38 @@ class GuardedTrainStep:
         found = (each for each in self.captures if each.optimizer is optimizer)
         return next(found, None)
 
-    def add_capture(self, capture: BatchCapture) -> None:
-        """Keeps batches for a callback, and drops what does so for optimizers of before."""
+    def facts_of(self, optimizer: LossScaleOptimizer) -> StepFacts | None:
+        """Returns what the graph of the step says of the loss and the gradients of an optimizer.
+
+        `None` if that is not known, as in eager mode.
+        """
+        graph = self.graph_of_loop.get(optimizer, self.graph)
+        if graph is None or has_float8_gradients(self._model):
+            return None  # gradients are scaled and clipped to float8 on purpose
+        return facts_of(graph, optimizer)
+
+    def graph_for(self, data: Any, optimizer: LossScaleOptimizer) -> StepGraph | None:
+        """Returns the graph of the step for a batch, of `fit` or a loop in which it updates."""
+        if optimizer in self.graph_of_loop:
+            graph = self.graph_of_loop[optimizer]
+            return graph if graph and graph.takes(data) else None
+        return next((each for each in self.graphs if each.takes(data)), None)
+
+    def add_capture(self, optimizer: LossScaleOptimizer) -> BatchCapture:
+        """Keeps batches for a callback, and drops what is of optimizers of before."""
+        self.kept = self.kept or KeptBatches()
+        is_custom = not has_keras_step(self._model)
+        capture = BatchCapture(self._model, optimizer, self.kept, is_custom)
         trained = set(map(id, optimizers_of(self._model).values()))
         kept = [each for each in self.captures if id(each.optimizer) in trained]
         self.captures = [*kept, capture]
+        for each in [each for each in self.graph_of_loop if id(each) not in trained]:
+            del self.graph_of_loop[each]
+        return capture
+
+    def keeping(self, data: Any) -> contextlib.AbstractContextManager[None]:
+        """Returns a context for a training step on a batch, which is kept if there are captures."""
+        return self.kept.keeping(data) if self.captures and self.kept else contextlib.nullcontext()
 
     def _run(self, data: Any) -> Any:
         step = self.own_step or self._class_step
@@ -180,10 +223,41 @@ class GuardedTrainStep:
         ):
             for capture in self.captures:
                 stack.enter_context(capture.watch(data))
-            logs = step(data)
+            logs = self._passed(functools.partial(self._recorded, step), data)
         own = set(map(id, sublayers(self._model)))
         self.promoted = list(promoted.values())
         self.beside = [layer for key, layer in called.items() if key not in own]
+        return logs
+
+    def _recorded(self, step: Callable[[Any], Any], data: Any) -> Any:
+        with recording(data) as graph:
+            logs = step(data)
+        # A function of the user's that was traced before is not traced again.
+        if graph is None or (found := graph.with_gradients):
+            self.graph = graph and found
+        if self.graph:
+            others = [each for each in self.graphs if not each.takes(self.graph.data)]
+            self.graphs = [self.graph, *others][:_MOST_GRAPHS]
+        else:
+            self.graphs = []
+        return logs
+
+    def _passed(self, step: Callable[[Any], Any], data: Any) -> Any:
+        """Runs a training step, as XLA compiles it on each replica if it can."""
+        if self._xla_obstacle or not compiles_passes(self._model):
+            return step(data)
+        try:
+            return run_compiled(step, data, sublayers(self._model))
+        except NotCompilable as reason:
+            self._xla_obstacle = str(reason)
+        for name, optimizer in optimizers_of(self._model).items():
+            optimizer.step_monitor.stage.begin_train_step(f"self.{name}")
+        try:
+            logs = step(data)
+        except Exception:  # of the user's own code, raised here again: it was no obstacle
+            self._xla_obstacle = ""
+            raise
+        logger.warning(_WITHOUT_XLA, self._xla_obstacle)
         return logs
 
     def _class_step(self, data: Any) -> Any:

@@ -23,7 +23,7 @@ import keras
 import numpy as np
 
 from kmp.backend.keras_internals import calls_of, direct_sublayers
-from kmp.utils.float_formats import BFLOAT16, DTYPES_16_BIT, FLOAT16
+from kmp.utils.float_formats import BFLOAT16, DTYPES_16_BIT, FLOAT16, FLOAT32
 
 TOO_FEW_BITS = "bfloat16 has 8 significant bits, too few for this operation"
 
@@ -103,6 +103,17 @@ def _has_float_dtype(layer: keras.Layer, policy: keras.DTypePolicy) -> bool:
 
 def _keeps_weights_in_16_bits(layer: keras.Layer, policy: keras.DTypePolicy) -> bool:
     return policy.variable_dtype in DTYPES_16_BIT
+
+
+def _rounds_normalized_weights(layer: keras.Layer, policy: keras.DTypePolicy) -> bool:
+    """Whether the kernel is normalized in 16 bits: `kmp.layers` does it in float32 otherwise."""
+    is_subclass = type(layer) is not keras.layers.SpectralNormalization
+    return is_subclass or _keeps_weights_in_16_bits(layer, policy)
+
+
+def _wraps_float32(layer: keras.Layer, policy: keras.DTypePolicy) -> bool:
+    inner = getattr(layer, "layer", None)
+    return getattr(inner, "compute_dtype", None) == FLOAT32.name
 
 
 def _normalizes(layer: keras.Layer, policy: keras.DTypePolicy) -> bool:
@@ -248,7 +259,15 @@ RULES = (
     ),
     Float32Rule(
         classes=_of("keras", "SpectralNormalization"),
+        condition=_rounds_normalized_weights,
         **_in_both("it writes a kernel that it computes, and 16 bits would round the weights"),
+    ),
+    Float32Rule(
+        classes=_of("keras", "SpectralNormalization"),
+        condition=_wraps_float32,
+        **_in_both("it casts what it returns to its own dtype, and the layer in it is float32"),
+        moments=Moment.CREATION,
+        limit="a conversion sets a layer and the layers in it to float32 together",
     ),
     Float32Rule(
         classes=_of("keras", "TFSMLayer"),

@@ -1,32 +1,37 @@
-"""Normalization that reads and writes 16 bits and computes in float32, in one kernel outside XLA.
+"""Normalization that reads and writes 16 bits and computes in float32, in few kernels outside XLA.
 
 Keras 3.15 casts the inputs to float32, keeps that copy for the backward pass and computes in about
-twenty kernels. TensorFlow has one kernel with 16-bit inputs and outputs and float32 statistics,
-`FusedBatchNormV3`. It normalizes each channel, so other normalizations make the elements that they
-normalize together a channel of their own.
+twenty kernels. Where a training step in graph mode runs on a GPU, XLA compiles each pass of a
+normalization. Elsewhere, and for given statistics, `BatchNormalization` is TensorFlow's
+`FusedBatchNormV3`, one kernel with 16-bit inputs and outputs and float32 statistics. In training it
+transposes channels-last tensors inside, so that it moves twice what the compiled functions move.
 
-Under XLA, which fuses Keras' operations itself, and in all cases that the kernel does not support,
-Keras' code runs. So it does in layers of float32: a run in float32 is what others are compared
-with, and computes bit for bit what it does without kmp. Source: Micikevicius et al., "Mixed
-Precision Training" (ICLR 2018), section 3.3: read and write float16 tensors, and compute in
-float32.
+Under XLA, which fuses Keras' operations itself, and in all cases that these do not support, Keras'
+code runs. So it does in layers of float32: a run in float32 is what others are compared with, and
+computes bit for bit what it does without kmp. Source: Micikevicius et al., "Mixed Precision
+Training" (ICLR 2018), section 3.3: read and write float16 tensors, and compute in float32.
 """
 
 import math
-from collections.abc import Callable
-from types import MethodType
 from typing import Any, NamedTuple
 
 import keras
 import tensorflow as tf
 
-from kmp.backend import xla
-from kmp.backend.thread_overrides import dtype_outside_of_passes
+from kmp.backend import keras_internals, xla
+from kmp.backend.compiled_parts import can_compile, with_rounded_rows
+from kmp.backend.custom_gradients import custom_gradient
+from kmp.layers.compiled_normalization import (
+    GroupAxes,
+    channel_products,
+    compiled_channel_products,
+    normalized_channels,
+    normalized_groups,
+    normalized_rows,
+)
 from kmp.utils.float_formats import DTYPES_16_BIT
 
 _DTYPES = ("float16", "bfloat16", "float32")
-# With a variance of 1 - epsilon, the kernel divides by exactly 1.
-_UNIT_EPSILON = 2.0**-10
 
 
 class _Channels(NamedTuple):
@@ -47,22 +52,6 @@ class _Normalized(NamedTuple):
     variance: tf.Tensor
 
 
-def fuse_normalization(layer: keras.Layer) -> None:
-    """Makes a normalization layer of Keras use the fused kernel.
-
-    Does nothing for other layers and subclasses. Sets `call` of this layer only.
-    """
-    call = _FUSED_CALLS.get(type(layer))
-    if call:
-        vars(layer)["call"] = MethodType(call, layer)  # not tracked by Keras' `__setattr__`
-
-
-def unfuse_normalization(layer: keras.Layer) -> None:
-    """Undoes `fuse_normalization`."""
-    if getattr(vars(layer).get("call"), "__func__", None) in _FUSED_CALLS.values():
-        del vars(layer)["call"]
-
-
 def batch_normalization(
     layer: keras.layers.BatchNormalization,
     inputs: Any,
@@ -75,7 +64,7 @@ def batch_normalization(
     """
     channels = _channels(inputs, layer.axis) if _is_supported(layer, inputs) else None
     has_renorm = getattr(layer, "renorm", False)  # Keras has it starting with 3.14
-    if channels is None or mask is not None or has_renorm or layer.synchronized:
+    if channels is None or mask is not None or has_renorm:
         return keras.layers.BatchNormalization.call(layer, inputs, training=training, mask=mask)
 
     shape = layer.moving_mean.shape
@@ -83,37 +72,64 @@ def batch_normalization(
     beta = _float32(layer.beta) if layer.center else _filled(0.0, shape[0])
     mean, variance = _float32(layer.moving_mean), _float32(layer.moving_variance)
     if not (training and layer.trainable):
-        normalized = _normalize(channels, gamma, beta, layer.epsilon, mean, variance)
-        return tf.cast(_shaped_like(inputs, normalized.values), layer.compute_dtype)
+        moving = _Moving(mean, variance, layer.epsilon)
+        outputs = _scaled_by_moving(channels, gamma, beta, moving)
+        return tf.cast(_shaped_like(inputs, outputs), layer.compute_dtype)
+    over_replicas = layer.synchronized and _has_other_replicas()
+    if _is_compiled(layer, inputs):
+        is_last = channels.data_format == "NHWC"
+        outputs, new_mean, new_variance = normalized_channels(
+            tf.reshape(inputs, _by_place(inputs, is_last)),
+            gamma,
+            beta,
+            (mean, variance),
+            epsilon=layer.epsilon,
+            momentum=layer.momentum,
+            is_last=is_last,
+            over_replicas=over_replicas,
+        )
+    elif over_replicas:  # the kernel uses the statistics of its own replica
+        return keras.layers.BatchNormalization.call(layer, inputs, training=training)
+    else:
+        # The kernel updates the moving statistics too, but with Bessel's correction of the
+        # variance, unlike Keras.
+        correction = _bessel_correction(inputs, shape[0])
+        outputs, new_mean, new_variance = _normalize(
+            channels,
+            gamma,
+            beta,
+            layer.epsilon,
+            mean,
+            variance * correction,
+            update_factor=1.0 - layer.momentum,
+        )
+        new_mean = _unless_empty(inputs, new_mean, mean)
+        new_variance = _unless_empty(inputs, new_variance / correction, variance)
+    layer.moving_mean.assign(new_mean)
+    layer.moving_variance.assign(new_variance)
+    return tf.cast(_shaped_like(inputs, outputs), layer.compute_dtype)
 
-    # The kernel updates the moving statistics too, but with Bessel's correction of the variance,
-    # unlike Keras.
-    correction = _bessel_correction(inputs, shape[0])
-    normalized = _normalize(
-        channels,
-        gamma,
-        beta,
-        layer.epsilon,
-        mean,
-        variance * correction,
-        update_factor=1.0 - layer.momentum,
-    )
-    new_variance = normalized.variance / correction
-    layer.moving_mean.assign(_unless_empty(inputs, normalized.mean, mean))
-    layer.moving_variance.assign(_unless_empty(inputs, new_variance, variance))
-    return tf.cast(_shaped_like(inputs, normalized.values), layer.compute_dtype)
+
+def _has_other_replicas() -> bool:
+    """Whether there are several replicas, and this is called for one of them."""
+    context = tf.distribute.get_replica_context()
+    return context is not None and context.num_replicas_in_sync > 1
 
 
 def layer_normalization(layer: keras.layers.LayerNormalization, inputs: Any) -> Any:
     """Computes what `keras.layers.LayerNormalization.call` does, if it normalizes the last axes."""
     width = _trailing_size(inputs, layer.axis)
-    if not _is_supported(layer, inputs) or width is None or layer.rms_scaling:
+    if width is None or layer.rms_scaling or not _is_compiled(layer, inputs, of_any_size=True):
         return keras.layers.LayerNormalization.call(layer, inputs)
-    outputs = _normalize_rows(inputs, width, layer.epsilon)
-    outputs = _scale_and_shift(
-        _Channels(tf.reshape(outputs, [1, -1, 1, width]), "NHWC"), layer.gamma, layer.beta
-    )
-    return tf.cast(_shaped_like(inputs, outputs), layer.compute_dtype)
+    return _normalize_rows(inputs, width, layer.gamma, layer.beta, layer.epsilon, centers=True)
+
+
+def rms_normalization(layer: keras.layers.RMSNormalization, x: Any) -> Any:
+    """Computes what `keras.layers.RMSNormalization.call` does, if it normalizes the last axes."""
+    width = _trailing_size(x, layer.axis)
+    if width is None or not _is_compiled(layer, x, of_any_size=True):
+        return keras.layers.RMSNormalization.call(layer, x)
+    return _normalize_rows(x, width, layer.scale, None, layer.epsilon, centers=False)
 
 
 def group_normalization(layer: keras.layers.GroupNormalization, inputs: Any) -> Any:
@@ -121,62 +137,58 @@ def group_normalization(layer: keras.layers.GroupNormalization, inputs: Any) -> 
 
     For channels in the last axis or in axis 1.
     """
-    channels = _channels(inputs, layer.axis) if _is_supported(layer, inputs) else None
-    sizes = inputs.shape[1:]
-    if channels is None or None in sizes:
+    rank = len(inputs.shape)
+    is_last, is_first = layer.axis in (-1, rank - 1), layer.axis in (1, 1 - rank)
+    if not _is_compiled(layer, inputs) or not (is_last or is_first):
         return keras.layers.GroupNormalization.call(layer, inputs)
-    size, groups = math.prod(sizes), layer.groups
-    width = size // groups
-    if channels.data_format == "NCHW":
-        outputs = _normalize_rows(inputs, width, layer.epsilon)
+    channels = inputs.shape[layer.axis]
+    by_group = (layer.groups, channels // layer.groups)
+    if is_last:
+        places = (1, *inputs.shape[1:-1])
+        shape = (math.prod(places[:-1]), places[-1], *by_group)
+        axes = GroupAxes(1, 2, 4)
+        weights_shape = (1, 1, 1, *by_group)
     else:
-        # The elements of a group are not adjacent. Two transpositions in 16 bits move less than
-        # Keras' float32 does.
-        by_group = tf.reshape(inputs, [-1, size // sizes[-1], groups, sizes[-1] // groups])
-        rows = _normalize_rows(tf.transpose(by_group, [0, 2, 1, 3]), width, layer.epsilon)
-        rows = tf.reshape(rows, [-1, groups, size // sizes[-1], sizes[-1] // groups])
-        outputs = tf.transpose(rows, [0, 2, 1, 3])
-    by_channel = _Channels(tf.reshape(outputs, tf.shape(channels.values)), channels.data_format)
-    outputs = _scale_and_shift(by_channel, layer.gamma, layer.beta)
-    return tf.cast(_shaped_like(inputs, outputs), layer.compute_dtype)
+        shape = (*by_group, 1, math.prod(inputs.shape[2:]))
+        axes = GroupAxes(3, 4, 2)
+        weights_shape = (1, *by_group, 1, 1)
+    gamma = _weights(layer.gamma, 1.0, channels)
+    beta = _weights(layer.beta, 0.0, channels)
+    outputs = normalized_groups(
+        tf.reshape(inputs, (-1, *shape)),
+        tf.reshape(gamma, weights_shape),
+        tf.reshape(beta, weights_shape),
+        layer.epsilon,
+        axes,
+    )
+    return _shaped_like(inputs, outputs)
 
 
-def rms_normalization(layer: keras.layers.RMSNormalization, x: Any) -> Any:
-    """Computes what `keras.layers.RMSNormalization.call` does, if it normalizes the last axes.
+def spectral_normalization(
+    layer: keras.layers.SpectralNormalization, inputs: Any, training: bool = False
+) -> Any:
+    """Computes what `keras.layers.SpectralNormalization.call` does, and the kernel in float32.
 
-    The kernel subtracts the mean. Joined with its negative, a row has the mean 0, and its mean
-    square as the variance.
+    Keras casts the kernel to 16 bits, normalizes it and writes it back. The wrapped layer casts it
+    for its own computation in any case.
     """
-    width = _trailing_size(x, layer.axis)
-    if not _is_supported(layer, x) or width is None:
-        return keras.layers.RMSNormalization.call(layer, x)
-    rows = tf.reshape(x, [-1, width])
-    joined = _normalize_rows(tf.concat([rows, -rows], 1), 2 * width, layer.epsilon)
-    # Half of the difference, and not the first half alone: its gradient is symmetric, so nothing
-    # cancels in 16 bits.
-    first, second = tf.split(tf.reshape(joined, [-1, 2 * width]), 2, 1)
-    outputs = tf.reshape((first - second) * 0.5, [1, -1, 1, width])
-    return _shaped_like(x, _scale_and_shift(_Channels(outputs, "NHWC"), layer.scale, None))
-
-
-_FUSED_CALLS: dict[type, Callable[..., Any]] = {
-    keras.layers.BatchNormalization: batch_normalization,
-    keras.layers.LayerNormalization: layer_normalization,
-    keras.layers.GroupNormalization: group_normalization,
-    keras.layers.RMSNormalization: rms_normalization,
-}
+    with keras_internals.variables_uncast():
+        return keras.layers.SpectralNormalization.call(layer, inputs, training=training)
 
 
 def _is_supported(layer: keras.Layer, inputs: Any) -> bool:
-    """Whether the layer is one of 16 bits, outside of XLA, and the kernel takes its inputs.
-
-    A pass of a replay in float32 uses the kernel too: its gradients are compared with those of the
-    training, and those of a gradient penalty differ between Keras' code and the kernel.
-    """
-    if xla.is_tracing() or dtype_outside_of_passes(layer) not in DTYPES_16_BIT:
+    """Whether the layer is one of 16 bits, outside of XLA, and the kernel takes its inputs."""
+    if xla.is_tracing() or layer.compute_dtype not in DTYPES_16_BIT:
         return False
     is_dense = isinstance(inputs, tf.Tensor) and inputs.dtype.name in _DTYPES
     return is_dense and inputs.shape.rank is not None and inputs.shape.rank >= 2
+
+
+def _is_compiled(layer: keras.Layer, inputs: Any, of_any_size: bool = False) -> bool:
+    """Whether XLA compiles the normalization of these inputs, without the rest of the graph."""
+    if not _is_supported(layer, inputs) or 0 in inputs.shape[1:]:
+        return False
+    return can_compile(inputs, of_any_size)
 
 
 def _channels(inputs: tf.Tensor, axis: int) -> _Channels | None:
@@ -197,6 +209,16 @@ def _channels(inputs: tf.Tensor, axis: int) -> _Channels | None:
         shape = [first, size, -1 if others is None else others, 1]
         return _Channels(inputs if rank == 4 else tf.reshape(inputs, shape), "NCHW")
     return None
+
+
+def _by_place(inputs: tf.Tensor, is_last: bool) -> list[Any]:
+    """Returns `(rows, places, channels)` or `(rows, channels, places)`, for a reshape of inputs."""
+    sizes = inputs.shape[1:-1] if is_last else inputs.shape[2:]
+    places = None if None in sizes else math.prod(sizes)
+    if is_last:
+        return [-1, places or 1, inputs.shape[-1]]
+    first = -1 if places else tf.shape(inputs)[0]
+    return [first, inputs.shape[1], places or -1]
 
 
 def _trailing_size(inputs: Any, axis: int | list[int]) -> int | None:
@@ -242,40 +264,87 @@ def _normalize(
     return _Normalized(outputs.y, outputs.batch_mean, outputs.batch_variance)
 
 
-def _normalize_rows(inputs: tf.Tensor, width: int, epsilon: float) -> tf.Tensor:
-    """Normalizes each `width` adjacent elements; returns shape `(1, rows, width, 1)`."""
-    rows = tf.reshape(inputs, [1, -1, width, 1])
-    ones, zeros = _per_row(rows)
-    return _normalize(_Channels(rows, "NCHW"), ones, zeros, epsilon, update_factor=1.0).values
+def _normalize_rows(
+    inputs: tf.Tensor, width: int, gamma: Any, beta: Any, epsilon: float, centers: bool
+) -> tf.Tensor:
+    """Normalizes the last axes, which have `width` elements, then multiplies and adds."""
+    gamma, beta = _weights(gamma, 1.0, width), _weights(beta, 0.0, width)
+
+    def normalized(rows: tf.Tensor) -> tf.Tensor:
+        return normalized_rows(rows, gamma, beta, epsilon, centers)
+
+    if None in inputs.shape[1:]:
+        rows = tf.reshape(inputs, [-1, width])
+        outputs = with_rounded_rows(lambda padded: normalized(padded[:, None])[:, 0], rows)
+    else:
+        # The first axis is that of the batch: XLA sums over the others first.
+        by_row = [-1, math.prod(inputs.shape[1:]) // width, width]
+        outputs = normalized(tf.reshape(inputs, by_row))
+    return _shaped_like(inputs, outputs)
 
 
-def _per_row(rows: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-    """Returns a one and a zero for each row."""
-    count = rows.shape[1] if rows.shape[1] is not None else tf.shape(rows)[1]
-    return _filled(1.0, count), _filled(0.0, count)
+def _weights(variable: Any, default: float, size: int) -> tf.Tensor:
+    """Returns the values of a variable as a vector, or one of a default without a variable."""
+    if variable is None:
+        return _filled(default, size)
+    return tf.reshape(tf.convert_to_tensor(variable), [size])
 
 
-def _filled(value: float, size: Any) -> tf.Tensor:
-    """Returns a vector of one value: a constant, which is no kernel, if the size is known."""
-    return (
-        tf.constant(value, tf.float32, [size]) if isinstance(size, int) else tf.fill([size], value)
-    )
+def _filled(value: float, size: int) -> tf.Tensor:
+    """Returns a vector of one value: a constant, which is no kernel."""
+    return tf.constant(value, tf.float32, [size])
 
 
-def _scale_and_shift(channels: _Channels, scale: Any, offset: Any) -> tf.Tensor:
-    """Returns the values times `scale` plus `offset`: one kernel, in float32.
+class _Moving(NamedTuple):
+    """Given statistics of each channel, and what is added to the variance."""
 
-    Both have shape `(channels,)` or are `None`.
+    mean: tf.Tensor
+    variance: tf.Tensor
+    epsilon: float
 
-    The gradients of both are sums over 16-bit values, in float32 too.
+
+def _scaled_by_moving(
+    channels: _Channels, scale: tf.Tensor, offset: tf.Tensor, moving: _Moving
+) -> tf.Tensor:
+    """Normalizes each channel by given statistics: one kernel in each direction.
+
+    The gradient of the inputs is that of the outputs by the same factor, so that no input is kept
+    for it. TensorFlow's gradient of the kernel keeps the inputs, also where no weight is trained,
+    and fails on a GPU with op determinism.
     """
-    if scale is None and offset is None:
-        return channels.values
-    size = channels.values.shape[1 if channels.data_format == "NCHW" else 3]
-    scale = _filled(1.0, size) if scale is None else tf.reshape(_float32(scale), [size])
-    offset = _filled(0.0, size) if offset is None else tf.reshape(_float32(offset), [size])
-    mean, variance = _filled(0.0, size), _filled(1.0 - _UNIT_EPSILON, size)
-    return _normalize(channels, scale, offset, _UNIT_EPSILON, mean, variance).values
+    data_format = channels.data_format
+    is_last = data_format == "NHWC"
+    products_of = compiled_channel_products if can_compile(channels.values) else channel_products
+
+    # The statistics are arguments too, where a second derivative finds them.
+    @custom_gradient
+    def compute(
+        values: tf.Tensor,
+        scale: tf.Tensor,
+        offset: tf.Tensor,
+        mean: tf.Tensor,
+        variance: tf.Tensor,
+    ) -> Any:
+        def gradients(upstream: tf.Tensor) -> Any:
+            centered = _Moving(tf.zeros_like(mean), variance, moving.epsilon)
+            of_values = _scaled_by_moving(
+                _Channels(upstream, data_format), scale, tf.zeros_like(offset), centered
+            )
+            shape = _by_place(values, is_last)
+            products = products_of(
+                tf.reshape(values, shape),
+                tf.reshape(upstream, shape),
+                mean,
+                tf.math.rsqrt(variance + moving.epsilon),
+                is_last=is_last,
+            )
+            return of_values, products.first, products.second, None, None
+
+        source = _Channels(values, data_format)
+        normalized = _normalize(source, scale, offset, moving.epsilon, mean, variance)
+        return normalized.values, gradients
+
+    return compute(channels.values, scale, offset, moving.mean, moving.variance)
 
 
 def _bessel_correction(inputs: tf.Tensor, channels: int) -> Any:

@@ -25,6 +25,7 @@ from kmp.backend.keras_internals import (
 from kmp.backend.marked_policy import is_marked
 from kmp.backend.patching import patches
 from kmp.backend.promotion import promoting
+from kmp.backend.step_graph import recorded_graph
 from kmp.utils.context_values import context_value
 from kmp.utils.float_formats import DTYPES_16_BIT, FLOAT32
 
@@ -58,13 +59,17 @@ def layer_call_patch(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(original)
     def __call__(self: keras.Layer, *args: Any, **kwargs: Any) -> Any:  # noqa: N807
-        contexts = list(_contexts_of(self))
-        if not contexts:
+        contexts, step = list(_contexts_of(self)), recorded_graph()
+        if not contexts and not step:
             return original(self, *args, **kwargs)
         with contextlib.ExitStack() as stack:
             for context in contexts:
                 stack.enter_context(context)
-            return original(self, *args, **kwargs)
+            begin = step.graph.version if step else 0
+            outputs = original(self, *args, **kwargs)
+            if step:
+                step.add_call(self, begin, outputs)
+            return outputs
 
     return __call__
 

@@ -100,6 +100,8 @@ class Counters(NamedState):
             written by one operation, several by one each.
         loss_values: float32 variable of shape `(2,)`: the last loss, and the largest magnitude of a
             finite one.
+        last_skipped: float64 variable of shape `(2,)`, which has both exactly: the number of the
+            last skipped step, and its loss scale; zeros before the first one.
         by_variable: int64 variable of shape `(2, variables)`: in how many steps the gradient was
             non-finite, and in how many the overflow started there. `None` before the optimizer is
             built.
@@ -109,6 +111,7 @@ class Counters(NamedState):
         super().__init__(name="loss_scale_counters", dtype="float32", trainable=False)
         self.counts = self._counter("counts", (len(COUNT_INDEX),))
         self.loss_values = self._counter("losses", (2,), "float32")
+        self.last_skipped = self._counter("last_skipped", (2,), "float64")
         self.by_variable: Any = None
 
     def build_for(self, variable_count: int) -> None:
@@ -134,6 +137,7 @@ class Counters(NamedState):
         flags: tf.Tensor,
         order: Sequence[int],
         *,
+        scale: Any,
         scales_loss: bool,
     ) -> None:
         """Counts a step.
@@ -146,6 +150,7 @@ class Counters(NamedState):
                 minimum.
             flags: Bool of shape `(variables,)`, whether each variable's gradient is non-finite.
             order: The indices of the variables, from the input to the loss.
+            scale: Scalar float32, the loss scale of the step.
             scales_loss: Whether the rule scales the loss.
         """
         counts = _after_applied_step(self.counts.value)
@@ -158,6 +163,9 @@ class Counters(NamedState):
             counts = skipped if overflowed is True else ops.where(overflowed, skipped, counts)
             overflows = had_rows * ops.cast(flags, "int64")
             self.by_variable.assign_add(tf.stack([overflows, is_origin]))
+            step = tf.stack([ops.cast(before.step + 1, "float64"), ops.cast(scale, "float64")])
+            is_counted = ops.logical_and(overflowed, losses.had_rows)
+            self.last_skipped.assign(ops.where(is_counted, step, self.last_skipped))
         self.counts.assign(counts)
         magnitude = ops.where(ops.isfinite(losses.last), ops.abs(losses.last), 0.0)
         highest = ops.maximum(self.loss_values, magnitude)
@@ -171,6 +179,11 @@ class Counters(NamedState):
         """Copies the last loss, and the largest magnitude of a finite one, to the host."""
         last, highest = self.loss_values.numpy().tolist()
         return last, highest
+
+    def read_last_skipped(self) -> tuple[int, float]:
+        """Copies the number of the last skipped step, and its loss scale, to the host."""
+        step, scale = self.last_skipped.numpy().tolist()
+        return int(step), scale
 
     def read_by_variable(self, paths: Sequence[str]) -> CountsByVariable:
         """Copies the counts by variable to the host, for variables with these paths."""

@@ -13,6 +13,9 @@ import tensorflow as tf
 
 from kmp.backend import keras_internals, xla
 from kmp.backend.keras_internals import instance_attribute, is_keras_class
+from kmp.backend.private_names import required
+from kmp.backend.sparse_division import divisions_of_present_rows
+from kmp.gradients.tensor_groups import Gradients
 from kmp.optimizer.counters import NamedState
 from kmp.utils import validation
 
@@ -34,6 +37,7 @@ _PREDICABLE = (
     "SGD",
     "ScheduleFreeAdamW",
 )
+_CLIPPING = ("clipnorm", "global_clipnorm", "clipvalue")
 _LARGE = 2**22  # elements, as the table of an embedding has
 # The methods that Keras' optimizers call, directly or through `keras.Variable` and their own
 # `assign`.
@@ -84,14 +88,22 @@ def supports_predicated_writes(
     return all(part is None or is_keras_class(type(part)) for part in parts)
 
 
-def supports_updates_of_sums(optimizer: keras.optimizers.Optimizer) -> bool:
-    """Whether an update from gradients that were summed over replicas is that of Keras.
+def clip(optimizer: keras.optimizers.Optimizer, gradients: Gradients) -> list[Any]:
+    """Returns gradients as Keras clips them before the update."""
+    if not any(getattr(optimizer, name, None) for name in _CLIPPING):
+        return list(gradients)
+    return required(optimizer, "keras:optimizers.Optimizer._clip_gradients")(gradients)
 
-    Keras sums them within the update, but clips and accumulates the gradients of each replica
-    before.
-    """
-    options = ("clipnorm", "global_clipnorm", "clipvalue", "gradient_accumulation_steps")
-    return all(getattr(optimizer, name, None) is None for name in options)
+
+@contextlib.contextmanager
+def without_clipping(optimizer: keras.optimizers.Optimizer) -> Iterator[None]:
+    """Makes an optimizer take gradients that are clipped already."""
+    before = {name: vars(optimizer)[name] for name in _CLIPPING}
+    vars(optimizer).update(dict.fromkeys(_CLIPPING))
+    try:
+        yield
+    finally:
+        vars(optimizer).update(before)
 
 
 @contextlib.contextmanager
@@ -126,7 +138,8 @@ def predicated_writes(
         zero, negative_zero = zeros[variable.dtype], negative_zeros[variable.dtype]
         vars(variable).update(_writes_unless(select_by, variable, zero, negative_zero))
     try:
-        yield
+        with divisions_of_present_rows():
+            yield
     finally:
         for variable in tf_variables:
             for name in _WRITE_METHODS:

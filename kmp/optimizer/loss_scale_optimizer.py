@@ -1,5 +1,6 @@
 """The optimizer that scales the loss. `kmp.optimizer.step` has the steps that `apply` takes."""
 
+import functools
 from collections.abc import Iterable
 from typing import Any
 
@@ -10,6 +11,7 @@ from keras import ops
 from kmp import scaling
 from kmp.backend import checkpoint_binding, distribution, keras_internals, xla
 from kmp.backend.patching import patches
+from kmp.backend.step_graph import AppliedGradients, recorded_graph
 from kmp.gradients.gradient_sampler import GradientSampler, paths_of
 from kmp.gradients.tensor_groups import Gradients, Variables
 from kmp.gradients.unscaling import (
@@ -19,6 +21,7 @@ from kmp.gradients.unscaling import (
     with_padded_rows,
 )
 from kmp.optimizer.counters import COUNT_INDEX, Counters, network_order
+from kmp.optimizer.deferred_updates import deferring
 from kmp.optimizer.gradient_checks import check_any, check_no_pairs, check_shapes
 from kmp.optimizer.inner_optimizer import (
     InnerState,
@@ -40,8 +43,7 @@ _SET_AT_CREATION = (
 )
 _JIT_COMPILE_IGNORED = (
     "`jit_compile=True` does nothing here: under a distribution strategy, only the updates of"
-    " Keras' own optimizers without clipping and gradient accumulation can be compiled, and only"
-    " where each replica has its own variables."
+    " Keras' own optimizers can be compiled, and only where each replica has its own variables."
 )
 
 
@@ -86,8 +88,8 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
             the step then waits for no decision of the host. As in a `tf.function`, values that are
             not tensors are read once, for example a callable learning rate, or attributes of the
             inner optimizer that are set later. Under a strategy that mirrors variables, each
-            replica's check and update are compiled, if the optimizer neither clips nor accumulates
-            gradients.
+            replica's check and update are compiled. With `False`, XLA compiles no part of the step,
+            also not the normalizations, activations and softmaxes of layers in 16 bits.
         **kwargs: Arguments that `keras.optimizers.LossScaleOptimizer` accepts for compatibility
             with old files.
 
@@ -245,6 +247,8 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         # One that the user has overridden: that of Keras returns the loss.
         loss = ops.convert_to_tensor(self.inner_optimizer.scale_loss(loss))
         loss = ops.cast(loss, keras.backend.result_type(loss.dtype, "float32"))
+        if step := recorded_graph():
+            step.add_loss(self, loss)
         if not self.rule.scales_loss:
             return loss
         return ops.multiply(loss, ops.cast(self.loss_scale, loss.dtype))
@@ -331,6 +335,10 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         distribution.check_context("apply", self.built or not grads)
         variables = self._variables_for(grads, trainable_variables)
         unscaled = self._are_unscaled(grads, unscaled)
+        if step := recorded_graph():
+            step.add_gradients(AppliedGradients(self, grads, list(variables), unscaled))
+            if step.only_gradients:
+                return
         if not grads:
             return
         check_any(grads)
@@ -346,7 +354,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
             self.step_monitor.end_apply(unscaled)
         self._order = self._order_of(grads, indices, unscaled)
         arguments = StepArguments(indices, self._order, unscaled, self._update_method)
-        self._take_step(grads, arguments)
+        self._take_step(arguments, grads)
 
     def _are_unscaled(self, grads: Gradients, unscaled: bool | None) -> bool:
         """Returns the argument `unscaled` of `apply`, or what the order of the calls says."""
@@ -367,10 +375,22 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         given = [indices[position] for position in positions]
         return tuple(dict.fromkeys([*given, *range(len(self._trainable_variables))]))
 
-    def _take_step(self, grads: Gradients, arguments: StepArguments) -> None:
+    def _take_step(
+        self, arguments: StepArguments, grads: Gradients, follows_compiled: bool = False
+    ) -> None:
+        """Takes a step, compiled if it has to be or if it follows a part that is, and can be."""
+        inner, variables = self.inner_optimizer, self._trainable_variables
         compiles = self.compiles_step
+        if follows_compiled and tf.distribute.has_strategy():
+            compiles = can_compile_on_replicas(inner, variables)
         if compiles or xla.is_tracing():
             grads = list(map(before_cast, grads))
+        updates = deferring()
+        if updates:
+            take = functools.partial(self._take_step, arguments, follows_compiled=True)
+            state = self._step_state
+            updates.add(grads, take, state.written, state.read)
+            return
         # Outside of the compiled step, for which a branch would wait.
         if self.sampler.is_active:
             self._sample(grads, arguments)
@@ -422,7 +442,9 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
             return False
         is_eager = tf.executing_eagerly()
         if tf.distribute.has_strategy():
-            is_wanted = self.jit_compile is True or xla.has_gpu()
+            # Keras synchronizes replicas in the branches of these options, which fails.
+            has_branch = inner.gradient_accumulation_steps or inner.ema_overwrite_frequency
+            is_wanted = self.jit_compile is True or xla.has_gpu() or bool(has_branch)
             return is_wanted and not is_eager and can_compile_on_replicas(inner, variables)
         if self.jit_compile is True:
             return True
@@ -532,6 +554,8 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         Such a checkpoint loads without kmp, and sets no loss scale of a run in float16.
         """
         children = super()._trackable_children(save_type, **kwargs)
+        # TensorFlow would save the function too, which reads variables that it does not save.
+        children.pop("_compiled_step", None)
         if not self._is_saved_as_plain or save_type != "checkpoint":
             return children
         also = ("counters", "inner_state")
@@ -585,7 +609,10 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         return name in LossScaleOptimizer.__annotations__ or hasattr(type(self), name)
 
     def _bounded_scale(self, highest: float = LARGEST_SCALE) -> Any:
-        return bounded_scale(self.rule, self.dynamic_scale, highest)
+        scale = bounded_scale(self.rule, self.dynamic_scale, highest)
+        if step := recorded_graph():
+            step.add_scale(self, scale)
+        return scale
 
 
 def _loss_scale_of(inner: keras.optimizers.Optimizer, loss_scale: float | str) -> float | str:

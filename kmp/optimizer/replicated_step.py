@@ -1,17 +1,18 @@
 """The step of `kmp.optimizer.step` with parts that XLA compiles on each replica of a strategy."""
 
-import functools
+import contextlib
 from typing import Any
 
 import keras
 import tensorflow as tf
 
-from kmp.backend import distribution, keras_internals
+from kmp.backend import distribution
 from kmp.gradients.tensor_groups import Gradients, Variables
-from kmp.gradients.unscaling import nonfinite_flags, unscale_for_update
+from kmp.gradients.unscaling import is_overwritten, nonfinite_flags, unscale_for_update
 from kmp.optimizer.inner_optimizer import (
+    clip,
     supports_predicated_writes,
-    supports_updates_of_sums,
+    without_clipping,
     without_strategy,
 )
 from kmp.optimizer.step import (
@@ -27,25 +28,31 @@ from kmp.optimizer.step import (
 
 def can_compile_on_replicas(inner: keras.optimizers.Optimizer, variables: Variables) -> bool:
     """Whether each replica can update its part of these variables in compiled code."""
+    # Keras adds nothing up over replicas where a gradient is the new value, as of float8.
+    are_summed = not any(map(is_overwritten, variables))
     is_predicable = supports_predicated_writes(inner, variables)
-    return is_predicable and supports_updates_of_sums(inner) and distribution.can_update_parts()
+    return are_summed and is_predicable and distribution.can_update_parts()
 
 
 def take_step_on_replicas(state: StepState, gradients: Gradients, arguments: StepArguments) -> None:
     """Takes a step as `take_step` does, with a compiled check and update on each replica.
 
     Replicas synchronize in between, which compiled code cannot: they agree, and sum the unscaled
-    gradients.
+    gradients, which each has clipped, as in Keras. Accumulated gradients are sums over replicas,
+    and clipped when they are complete. Keras cannot accumulate under most strategies: it
+    synchronizes in a branch.
     """
     variables = [state.variables[index] for index in arguments.indices]
     scale = state.bounded_scale()
+    replicas = tf.distribute.get_strategy().num_replicas_in_sync
+    clips_first = not state.inner.gradient_accumulation_steps
 
     # Measure, on each replica.
     @tf.function(jit_compile=True, autograph=False)
     def measure(gradients: Gradients, divisor: tf.Tensor | None) -> tuple[tf.Tensor, list[Any]]:
-        replicas = tf.distribute.get_strategy().num_replicas_in_sync
         flags = nonfinite_flags(gradients, variables, divisor, replicas)
-        return flags, unscale_for_update(gradients, variables, divisor)
+        unscaled = unscale_for_update(gradients, variables, divisor)
+        return flags, clip(state.inner, unscaled) if clips_first else unscaled
 
     flags, gradients = measure(gradients, divisor_of(state, scale, arguments.unscaled))
     flags = flags_of_all(state, flags, arguments)
@@ -56,10 +63,15 @@ def take_step_on_replicas(state: StepState, gradients: Gradients, arguments: Ste
     agreed = Agreed(scale, None, flags, losses)
 
     # Update or skip, adapt and count.
-    update = functools.partial(_update_on_replica, state, variables, arguments)
+    def update(agreed: Agreed, gradients: Gradients) -> None:
+        clipped = without_clipping(state.inner) if clips_first else contextlib.nullcontext()
+        with without_strategy(state.inner), clipped:
+            update_or_skip(state, variables, arguments, agreed, gradients)
+
     count = len(tf.distribute.get_strategy().extended.worker_devices)
     functions = [tf.function(update, jit_compile=True, autograph=False) for _ in range(count)]
-    distribution.update_parts(functions, _written_by(state), (agreed,), gradients)
+    used = [*state.written, *state.read]
+    distribution.update_parts(functions, used, (agreed,), gradients)
 
 
 def _sums_of(gradients: Gradients) -> list[Any]:
@@ -67,24 +79,3 @@ def _sums_of(gradients: Gradients) -> list[Any]:
     present = [gradient for gradient in gradients if gradient is not None]
     sums = iter(distribution.all_reduce_sum(present))
     return [None if gradient is None else next(sums) for gradient in gradients]
-
-
-def _written_by(state: StepState) -> list[keras.Variable]:
-    return [
-        *state.variables,
-        *keras_internals.optimizer_state(state.inner),
-        state.scale,
-        state.clean_steps,
-        *state.counters.weights,
-    ]
-
-
-def _update_on_replica(
-    state: StepState,
-    variables: Variables,
-    arguments: StepArguments,
-    agreed: Agreed,
-    gradients: Any,
-) -> None:
-    with without_strategy(state.inner):
-        update_or_skip(state, variables, arguments, agreed, gradients)

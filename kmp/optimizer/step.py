@@ -10,7 +10,7 @@ import tensorflow as tf
 from keras import ops
 
 from kmp import scaling
-from kmp.backend import distribution, xla
+from kmp.backend import distribution, keras_internals, xla
 from kmp.backend.xla import outlined
 from kmp.gradients.tensor_groups import Gradients, Variables
 from kmp.gradients.unscaling import nonfinite_flags, unscale_for_update
@@ -45,6 +45,20 @@ class StepState:
     def bounded_scale(self) -> tf.Tensor:
         """Returns the loss scale within the bounds of the rule."""
         return bounded_scale(self.rule, self.scale)
+
+    @property
+    def written(self) -> list[keras.Variable]:
+        """The variables that a step writes on a replica, but for the monitor's."""
+        state = keras_internals.optimizer_state(self.inner)
+        state = [each for each in state if all(each is not other for other in self.read)]
+        own = self.scale, self.clean_steps, *self.counters.weights
+        return [*self.variables, *state, *own]
+
+    @property
+    def read(self) -> list[keras.Variable]:
+        """The variables that a step only reads: a learning rate that is not a schedule."""
+        rate = keras_internals.learning_rate_of(self.inner)
+        return [rate] if isinstance(rate, keras.Variable) else []
 
 
 class StepArguments(NamedTuple):
@@ -162,6 +176,10 @@ def update_or_skip(
     def update_replica(divisor: tf.Tensor | None, gradients: Gradients) -> None:
         # Unscaled inside the branch, so that a skipped step does not pay for it.
         unscaled = unscale_for_update(gradients, variables, divisor)
+        if tf.distribute.has_strategy():
+            # TensorFlow sums over replicas what is of one graph: in a branch, some gradients are
+            # cast and others are not.
+            unscaled = [None if each is None else tf.identity(each) for each in unscaled]
         if arguments.method == "apply_gradients":
             state.inner.apply_gradients(list(zip(unscaled, variables, strict=True)))
         else:
@@ -212,5 +230,6 @@ def _adapt_and_count(
         is_at_min_scale,
         agreed.flags > 0,
         order,
+        scale=agreed.scale,
         scales_loss=rule.scales_loss,
     )

@@ -24,7 +24,6 @@ _OVERFLOW = {
     "lost_constants": "lost_constants",
     "nonfinite_outputs": "outputs",
     "underflows": "underflows",
-    "is_finite_compiled": "is_finite_compiled",
 }
 _COMPARISON = {
     "output_error": "output_error",
@@ -37,6 +36,8 @@ _UNSCALED = {"unscaled_layers": "layers", "is_unscaled": "are_all", "unscaled_by
 
 def nested(flat: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the decoded JSON of a `Replay` for that of a flat one."""
+    if flat.get("is_finite_compiled"):  # only operation by operation it was not
+        flat = {**flat, "is_finite": True, **dict.fromkeys(_OVERFLOW)}
     batch = _renamed(flat, _BATCH)
     if flat.get("nonfinite_part") is not None:
         batch["nonfinite"] = {

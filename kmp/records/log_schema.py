@@ -29,6 +29,7 @@ from kmp.records.log_types import (
     Texts,
 )
 from kmp.records.replay import Replay
+from kmp.records.step_facts import StepFacts
 
 SCHEMA = 1
 _UNIONS = (types.UnionType, typing.Union)  # Python makes the second of an `Annotated` and `None`
@@ -97,6 +98,13 @@ class Settings(TypedDict, total=False):
     floatx: Annotated[Text, _is("`keras.config.floatx()`")]
     promoted: Annotated[
         Texts, _is("the lines of the program in which 16-bit operands were promoted to float32")
+    ]
+    step_facts: Annotated[
+        StepFacts,
+        _is(
+            "how gradients depend on the loss scale and what the loss is computed in, as the graph"
+            " of the step has it, see `StepFacts`"
+        ),
     ]
     parameters: Annotated[Count, _is("the number of elements of its weights")]
     layers: Annotated[TextByPath, _is("the class of each of its layers, by path")]

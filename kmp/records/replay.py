@@ -131,8 +131,9 @@ class GradientRange:
 
     Args:
         usable_scale: The largest loss scale, a power of two, at which no gradient in 16 bits comes
-            near float16's maximum; `None` if these gradients are not finite in float32 or all
-            zero, or if there are none, or if no layer computes in float16.
+            near float16's maximum; or a lower one, at which a pass is finite that overflows inside
+            of a layer. `None` if these gradients are not finite in float32 or all zero, or if there
+            are none, or if no layer computes in float16.
         of_activations: The largest magnitude of the gradient of each layer's outputs in float32,
             without the loss scale, by layer path, in the order of the backward pass. Those that
             are not finite are omitted.
@@ -217,12 +218,12 @@ class Overflow:
         lost_constants: For each layer of these, the scalars among its operands that are zero or
             infinite in float16.
         outputs: The layers whose outputs were not finite, in the order of their calls.
+        magnitudes: The largest finite magnitude of each layer's outputs in float32, by layer path,
+            in the order of their calls; of large outputs, of a part of the values.
         underflows: The largest share of the results of an operation that are 0 in float16 though
             its operands are not, by layer; zeros are omitted. Measured in a finite pass.
         lossy: The operation of each layer that loses most, the largest error first, in a finite
             pass.
-        is_finite_compiled: Whether the outputs of a compiled forward pass were those of float32,
-            though the loss of the replay, which runs operation by operation, was not finite.
     """
 
     operations: Annotated[list[NonfiniteOperation], Meta(max_length=100)] = field(
@@ -232,9 +233,9 @@ class Overflow:
         default_factory=dict
     )
     outputs: Texts = field(default_factory=list)
+    magnitudes: MagnitudeByPath = field(default_factory=dict)
     underflows: ShareByPath = field(default_factory=dict)
     lossy: Annotated[list[LossyOperation], Meta(max_length=100)] = field(default_factory=list)
-    is_finite_compiled: bool = False
 
 
 @dataclass(frozen=True)
@@ -313,9 +314,7 @@ class Comparison:
     """How far the results of a finite pass in the precision of the model are from float32.
 
     Args:
-        output_error: The relative error of the model's outputs, as in `LayerError`. If the replay
-            was not finite but the training step was, that of a compiled forward pass; there are no
-            gradients and states then.
+        output_error: The relative error of the model's outputs, as in `LayerError`.
         layers: The errors of the outputs of layers, in the order of the calls.
         gradients: The errors of the gradients of layers, the largest first.
         states: The errors of the updates of states that are not trainable, of those above 0.25.

@@ -1,26 +1,25 @@
-"""Keeps examples of a training batch, or a whole one, to replay them."""
+"""Has a batch that the training saw at hand, to replay it."""
 
 import contextlib
-import functools
-import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import keras
+import numpy as np
 import tensorflow as tf
 from keras import ops
 
-from kmp.backend import xla
-from kmp.backend.keras_internals import instance_attribute
 from kmp.backend.state_rollback import ResourceVariable, state_of_trace
 from kmp.optimizer import LossScaleOptimizer
-from kmp.records.replay import LoopStep
-from kmp.replay.batch_variables import BatchVariables, Tensors, is_small, variable_specs
-from kmp.replay.capture_branches import NextStepBranch, SameStepBranch, StateBefore
 from kmp.replay.failure_reasons import reason_of
-from kmp.replay.output_gradients import LoopData, OutputGradients, are_of_this_graph
+from kmp.replay.kept_batches import MOST_BYTES, KeptBatches, bytes_of
+from kmp.replay.step_variables import StepVariables
+from kmp.utils.float_formats import DTYPES_16_BIT, FLOAT16
 
 MOST_EXAMPLES = 32  # of a replay
+_MOST_READ = 128  # examples: a single one may make a step fail
+# Of a batch, between the first examples in two steps that are skipped in a row.
+_GOLDEN_RATIO = 0.618034
 
 
 class CapturedBatch(NamedTuple):
@@ -28,12 +27,13 @@ class CapturedBatch(NamedTuple):
 
     Attributes:
         data: What `train_step` got: `x`, or a tuple of `x`, `y` and `sample_weight`; of a training
-            loop `LoopData`. Tensors with up to 128 examples, fewer if these are large. All of a
+            loop a list. Tensors with up to 128 examples, fewer if these are large. All of a
             ragged batch, such as the nodes and edges of graphs.
         batch_size: The number of examples in the training batch.
         step: The number of the optimizer step that the batch was trained in.
-        loss_scale: The loss scale of that step.
+        loss_scale: The loss scale of that step if it was skipped; else of the next one in `fit`.
         was_skipped: Whether that step was skipped.
+        whole: The whole batch; in a loop, what is known of it.
     """
 
     data: Any
@@ -41,20 +41,12 @@ class CapturedBatch(NamedTuple):
     step: int
     loss_scale: float
     was_skipped: bool = False
-
-    @property
-    def is_of_loop(self) -> bool:
-        """Whether it is the batch of a training loop."""
-        return isinstance(self.data, LoopData)
+    whole: Any = None
 
     @property
     def examples(self) -> int:
         """The number of examples that were captured."""
         return len(keras.tree.flatten(self.data)[0])
-
-    def without_gradients(self) -> "CapturedBatch":
-        """Returns the batch of a loop with the inputs of the model alone."""
-        return self._replace(data=(self.data.x,))
 
     def parts(self, examples: int) -> list[Any]:
         """Returns the data in parts of at most this many examples; a ragged batch has one part."""
@@ -64,24 +56,30 @@ class CapturedBatch(NamedTuple):
         return [_rows_of(self.data, start, examples) for start in starts]
 
 
+class _Request(NamedTuple):
+    """How many steps and batches there were when a batch was requested."""
+
+    step: int
+    batch: int
+
+
 class BatchCapture:
-    """Copies examples of a batch into variables, in a branch of the compiled step.
+    """Finds the batch of a skipped step, or of a step after `request`, when the host asks for it.
 
-    Those with NaN, Inf, values that overflow float16 or negative integers come first; then others,
-    in each skipped step of a row later ones of the batch, because a single example may make a step
-    fail. A ragged batch has no parts that stand alone: it is copied as a whole, and not under XLA
-    or if it has more than 64 MB.
+    Of `fit`, among the batches that are kept beside the training step: which one was skipped
+    follows from the numbers of steps. Of a loop, in the variables that its step writes.
 
-    The branch is taken in the steps that are skipped, and in the first one after `request`: at the
-    end of the step, see `SameStepBranch`, or of one whose optimizer is compiled in the next step,
-    see `NextStepBranch`.
+    Of a batch with more than 128 examples, those with NaN, Inf, values that overflow float16 or
+    negative integers are read first; then others, in each skipped step of a row later ones of the
+    batch, because a single example may make a step fail. A ragged batch has no parts that stand
+    alone: it is read as a whole, if it has at most 64 MB, and not under XLA.
 
-    What fails here never ends a training: the step is traced without the branch then, and
-    `failure` is the reason.
+    What fails here never ends a training: `failure` is the reason then.
 
     Args:
         model: The model in training.
         optimizer: The optimizer whose skipped steps to capture.
+        kept: The last batches of `fit`.
         is_custom: Whether the training step is one of the user's own: it may assign Keras'
             variables in other ways than Keras does.
 
@@ -89,133 +87,192 @@ class BatchCapture:
         variables: TensorFlow's own variables that the traced step uses, which a replay has to
             restore.
         unrestorable: What a replay would change that nobody can restore, or `None`.
-        loop: What is known of the step of a custom training loop; `None` of a `train_step`.
-        failure: Why no batch can be captured, or `None`.
+        is_of_loop: Whether the step is that of a training loop.
+        takes_whole: Whether batches are read as a whole.
     """
 
     def __init__(
-        self, model: keras.Model, optimizer: LossScaleOptimizer, is_custom: bool = False
+        self,
+        model: keras.Model,
+        optimizer: LossScaleOptimizer,
+        kept: KeptBatches,
+        is_custom: bool = False,
     ) -> None:
         self.optimizer = optimizer
         self.variables: list[ResourceVariable] = []
         self.unrestorable: str | None = None
-        self.loop: LoopStep | None = None
-        self.failure: str | None = None
+        self.is_of_loop = False
+        self.takes_whole = False
+        self._failure: str | None = None
         self._model = model
         self._is_custom = is_custom
-        self._is_requested = keras.Variable(
-            "zeros", (), "int64", trainable=False, autocast=False, name="capture_requested"
-        )
-        self._about = keras.Variable(
-            "zeros", (5,), "float64", trainable=False, autocast=False, name="captured_batch"
-        )
-        self._same_step = SameStepBranch(optimizer, self._is_requested)
-        self._next_step = NextStepBranch(optimizer, self._is_requested)
-        self._structures: list[BatchVariables] = []
-        self._whole_rows: int | None = None  # of a batch to capture as a whole
+        self._kept = kept
+        self._in_step = StepVariables(optimizer)
+        self._requested = _Request(0, 0)
+        self._skipped: CapturedBatch | None = None  # the last one that was found
 
     @property
-    def takes_whole(self) -> bool:
-        """Whether batches are captured as a whole."""
-        return self._whole_rows is not None
+    def failure(self) -> str | None:
+        """Why no batch can be captured, or `None`."""
+        reason = self._failure or self._kept.failure
+        return reason and f"a batch cannot be captured ({reason})"
+
+    @property
+    def most_steps(self) -> int:
+        """In how many steps a batch has to be looked for, before others take its place."""
+        return self._kept.most_steps
 
     def request(self) -> None:
-        """Captures the batch of the next step."""
-        self._is_requested.assign(1)
-        self._next_step.forget()
-
-    def prepare(self, batch_spec: Any, is_xla: bool) -> None:
-        """Creates the variables for batches of this structure.
-
-        Args:
-            batch_spec: The structure, of `tf.TensorSpec`s or tensors.
-            is_xla: Whether XLA compiles the step.
-        """
-        with self._without_harm():
-            self._variables_for(keras.tree.flatten(batch_spec), is_xla, may_create=True)
-
-    @contextlib.contextmanager
-    def watch(self, data: Any) -> Iterator[None]:
-        """Adds the branch after the training step that runs in this context.
-
-        Args:
-            data: The batch, as passed to `train_step`.
-        """
-        before = self._state()
-        yield
-        self.loop = None
-        self._add_branch(data, before)
-
-    @contextlib.contextmanager
-    def watch_calls(self) -> Iterator[None]:
-        """Adds the branch after a part of a custom training loop.
-
-        The batch is the inputs of the model's first call in it, with the gradients of its outputs.
-        """
-        inputs: list[Any] = []
-        watched = OutputGradients()
-        call, thread = self._model.call, threading.get_ident()
-
-        @functools.wraps(call)
-        def recording_call(*args: Any, **kwargs: Any) -> Any:
-            is_of_step = threading.get_ident() == thread and kwargs.get("training", True)
-            outputs = call(*args, **kwargs)
-            if not is_of_step:
-                return outputs
-            watched.count_call()
-            if inputs or not args:
-                return outputs
-            inputs.append(args[0])
-            with self._without_harm():
-                return watched.watch(outputs)
-            return outputs
-
-        before, monitor = self._state(), self.optimizer.step_monitor
-        with instance_attribute(self._model, "call", recording_call):
-            yield
-        if inputs and are_of_this_graph(keras.tree.flatten(inputs[0])):
-            self.loop = LoopStep(
-                reads_16_bits=watched.are_read_in_16_bits,
-                applies_unscaled=monitor.has_applied_unscaled,
-            )
-            gradients: list[Any] = []
-            with self._without_harm():
-                rows = keras.tree.flatten(inputs[0])[0].shape[0]
-                gradients = watched.found(rows)
-            self._add_branch(LoopData(inputs[0], gradients), before)
-
-    def take_whole(self, rows: int) -> bool:
-        """Captures whole batches in the traces of the step that follow.
-
-        Args:
-            rows: The number of examples in a batch.
-
-        Returns:
-            Whether such a batch is small enough.
-        """
-        specs = [variables.specs for variables in self._structures]
-        if self.loop or not any(is_small(each, rows) for each in specs):
-            return False
-        self._whole_rows = rows
-        self.forget()
-        with self._without_harm():
-            for each in specs:
-                self._variables_of(_with_rows(each, rows), may_create=is_small(each, rows))
-        return self.failure is None
-
-    def read(self) -> CapturedBatch | None:
-        """Returns the batch that was captured last, or `None` without one since `forget`."""
-        with self._without_harm():
-            return self._read()
-        return None
+        """Captures a batch of the steps that follow."""
+        self._kept.use(self)
+        self._requested = _Request(self.optimizer.counters.read_counts().step, self._kept.count)
+        self._in_step.request()
 
     def forget(self) -> None:
-        """Forgets the batch, and frees its memory where variables may change their shape."""
-        self._about.assign(tf.zeros([5], tf.float64))
-        self._is_requested.assign(0)
-        self._next_step.forget()
-        for variables in self._structures:
-            variables.forget()
+        """Forgets the batch, and frees its memory."""
+        self.request()
+        self._skipped = None
+        self._kept.forget(self)
+        self._in_step.forget()
+
+    def take_whole(self, captured: CapturedBatch) -> bool:
+        """Reads whole batches from now on; returns whether such a batch is small enough."""
+        self.takes_whole = not self.is_of_loop and bytes_of(captured.whole) <= MOST_BYTES
+        return self.takes_whole
+
+    @contextlib.contextmanager
+    def watch(self, data: Any, *, is_loop: bool = False) -> Iterator[None]:
+        """Notes what the training step that runs in this context uses.
+
+        And keeps its batch, if that is not done beside the step: the user's own code calls it.
+
+        Args:
+            data: The batch, as passed to `train_step`; of a training loop the tensors that its
+                function gets.
+            is_loop: Whether it is the step of a training loop.
+        """
+        before = None if self._kept.is_keeping else self._loss_scale()
+        yield
+        self.is_of_loop = is_loop
+        self._end_step(data, before)
+
+    def read(self) -> CapturedBatch | None:
+        """Returns the batch of the last skipped step since `request`, or else of an applied one.
+
+        Without a step since then, that of the skipped step before, if it was read. `None` if there
+        is none, or if it is not kept.
+        """
+        with self._without_harm():
+            return self._of_fit() or self._of_loop()
+        return None
+
+    def batch_of(self, step: int) -> tuple[Any, ...] | None:
+        """Returns the whole batch of a skipped step: `x`, `y` and `sample_weight`, as far as known.
+
+        `None` if it is not kept.
+        """
+        with self._without_harm():
+            number = self._number_of(step, self.optimizer.counters.read_counts().step)
+            batch = None if number is None else self._kept.get(number)
+            if batch is None:
+                captured = self.read()
+                if captured is None or captured.step != step:
+                    return None
+                batch = captured.whole
+            return batch if isinstance(batch, tuple) else (batch,)
+        return None
+
+    def _of_fit(self) -> CapturedBatch | None:
+        """Returns the batch to replay, of those that `fit` has taken."""
+        counters = self.optimizer.counters
+        counts, last = counters.read_counts(), self._kept.count
+        if counts.step <= self._requested.step or last <= self._requested.batch:
+            return self._skipped
+        skipped, loss_scale = counters.read_last_skipped()
+        if skipped > self._requested.step:
+            if self._skipped and self._skipped.step == skipped:
+                return self._skipped
+            number = self._number_of(skipped, counts.step)
+            batch = None if number is None else self._kept.get(number)
+            if batch is not None:
+                in_a_row = counts.overflows_in_a_row if skipped == counts.step else 1
+                self._skipped = self._captured(batch, skipped, loss_scale, in_a_row)
+            if self._skipped and self._skipped.step > self._requested.step:
+                return self._skipped
+        return self._of_applied_step(counts.step, skipped)
+
+    def _of_applied_step(self, last_step: int, skipped: int) -> CapturedBatch | None:
+        """Returns the batch of the first step after the request, or one of the last two.
+
+        The last batch of an epoch may be smaller than others.
+        """
+        last, first = self._kept.count, self._requested.batch + 1
+        found: list[CapturedBatch] = []
+        for number in (first, last - 1, last):
+            step = self._step_of(number, last_step)
+            batch = self._kept.get(number) if number >= first else None
+            if batch is None or step is None or step <= max(skipped, self._requested.step):
+                continue
+            captured = self._captured(batch, step, float(self.optimizer.loss_scale), 0)
+            if captured and number == first:
+                return captured
+            found += [captured] if captured else []
+        return max(found, key=lambda each: each.batch_size, default=None)
+
+    def _number_of(self, step: int, last_step: int) -> int | None:
+        """Returns the number of the batch of a step since the request; `None` if not certain."""
+        number = self._kept.count
+        if step != last_step:
+            of_batch = self._steps_of_batch(last_step)
+            if of_batch is None:
+                return None
+            number -= (last_step - step) // of_batch
+        return number if number > self._requested.batch else None
+
+    def _step_of(self, number: int, last_step: int) -> int | None:
+        """Returns the number of the last step of a batch, or `None` if it is not certain."""
+        if number == self._kept.count:
+            return last_step
+        of_batch = self._steps_of_batch(last_step)
+        return of_batch and last_step - (self._kept.count - number) * of_batch
+
+    def _steps_of_batch(self, last_step: int) -> int | None:
+        """Returns how many steps were taken with each batch since the request.
+
+        `None` if that differs: a `train_step` of the user's may take several, or none.
+        """
+        steps = last_step - self._requested.step
+        batches = self._kept.count - self._requested.batch
+        if batches <= 0 or steps <= 0 or steps % batches:
+            return None
+        return steps // batches
+
+    def _captured(
+        self, batch: Any, step: int, loss_scale: float, in_a_row: int
+    ) -> CapturedBatch | None:
+        """Returns the examples to replay of a batch that is kept."""
+        tensors = keras.tree.flatten(batch)
+        if not tensors or not all(each.shape.rank and each.shape[0] for each in tensors):
+            return None
+        data, rows = batch, len(tensors[0])
+        if self.takes_whole or is_ragged(batch):
+            # What XLA has compiled takes ragged batches of one size only.
+            is_unusable = is_ragged(batch) and self._model.jit_compile
+            if is_unusable or bytes_of(batch) > MOST_BYTES:
+                return None
+        else:
+            chosen = _chosen_examples(tensors, in_a_row)
+            data = keras.tree.map_structure(lambda each: tf.gather(each, chosen), batch)
+        return CapturedBatch(data, rows, step, loss_scale, in_a_row > 0, batch)
+
+    def _of_loop(self) -> CapturedBatch | None:
+        """Returns the batch in the variables that a step writes."""
+        found = self._in_step.read()
+        if found is None:
+            return None
+        batch, size, step, loss_scale, in_a_row = found
+        captured = self._captured(batch, step, loss_scale, in_a_row)
+        return captured and captured._replace(batch_size=size)
 
     @contextlib.contextmanager
     def _without_harm(self) -> Iterator[None]:
@@ -223,90 +280,28 @@ class BatchCapture:
         try:
             yield
         except Exception as error:  # whatever it is, the training goes on
-            self.failure = f"a batch cannot be captured ({reason_of(error)})"
+            self._failure = reason_of(error)
 
-    def _state(self) -> StateBefore | None:
-        """Returns copies of what tells whether to capture the last batch, before a step."""
+    def _loss_scale(self) -> Any:
+        """Returns a copy of the loss scale before a step, or `None` after a failure."""
         if self.failure:
             return None
         with self._without_harm():
-            return StateBefore(
-                loss_scale=ops.copy(self.optimizer.dynamic_scale),
-                is_requested=ops.copy(self._is_requested),
-                overflows_in_a_row=self.optimizer.counters.value("overflows_in_a_row"),
-                kept=ops.copy(self._next_step.kept),
-            )
+            return ops.copy(self.optimizer.dynamic_scale)
         return None
 
-    def _add_branch(self, data: Any, before: StateBefore | None) -> None:
-        """Adds the branch to the step that is traced now, or leaves the step as it is."""
-        if before is None:
+    def _end_step(self, data: Any, loss_scale: Any) -> None:
+        """Notes the state of the step that is traced now, and keeps the batch if it has a scale."""
+        # Not in the first trace of a loop, or a step with other optimizers only.
+        if not self.optimizer.built:
             return
         with self._without_harm():
-            tensors = keras.tree.flatten(data)
-            variables = self._variables_in_trace(tensors)
-            # Not in the first trace of a loop, or a step with other optimizers only.
-            if variables is None or not self.optimizer.built:
-                return
-            # No tensors, which cannot be copied.
-            variables.structure = keras.tree.map_structure(lambda _: 0, data)
             known = [*self._model.variables, *self.optimizer.variables]
             self.variables, self.unrestorable = state_of_trace(
                 known, unless_assigned=self._is_custom
             )
-            branch = self._next_step if self.optimizer.compiles_step else self._same_step
-            branch.add(variables, tensors, before, is_whole=self.takes_whole)
-
-    def _variables_in_trace(self, tensors: Tensors) -> BatchVariables | None:
-        """Returns the variables for tensors of the function that is traced now.
-
-        Only its first trace may create variables, not that of another structure.
-        """
-        may_create = not self._structures
-        try:
-            with tf.init_scope():
-                return self._variables_for(tensors, xla.is_tracing(), may_create)
-        except ValueError:  # a `tf.function` of the user's that was traced before
-            return None
-
-    def _variables_for(
-        self, tensors: Tensors, is_xla: bool, may_create: bool
-    ) -> BatchVariables | None:
-        specs = variable_specs(tensors, is_xla, self._whole_rows)
-        return None if specs is None else self._variables_of(specs, may_create)
-
-    def _variables_of(
-        self, specs: list[tuple[tf.DType, tf.TensorShape]], may_create: bool
-    ) -> BatchVariables | None:
-        """Returns the variables for these specs, or `None` if there are none.
-
-        A step may be traced for the known shape of a batch where that of the data set is unknown.
-        """
-        same = (each for each in self._structures if each.specs == specs)
-        more_general = (each for each in self._structures if _cover(each.specs, specs))
-        found = next(same, None) or next(more_general, None)
-        if found is not None:
-            return found
-        if not may_create:
-            return None
-        variables = BatchVariables(specs, self._about, len(self._structures))
-        self._structures.append(variables)
-        return variables
-
-    def _read(self) -> CapturedBatch | None:
-        before = self._state()
-        if before is None:
-            return None
-        for variables in self._structures:
-            self._next_step.copy_kept(variables, before, is_whole=self.takes_whole)
-        self._next_step.forget()
-        step, batch_size, loss_scale, index, was_skipped = self._about.numpy().tolist()
-        if not step:
-            if not int(self._is_requested.numpy()):
-                self.request()  # a loop that updates outside of the guard was before its first step
-            return None
-        data = self._structures[int(index)].read(int(batch_size))
-        return CapturedBatch(data, int(batch_size), int(step), loss_scale, bool(was_skipped))
+            if loss_scale is not None:
+                self._in_step.keep(data, loss_scale)
 
 
 def is_ragged(data: Any) -> bool:
@@ -318,26 +313,30 @@ def _rows_of(data: Any, start: int, count: int) -> Any:
     return keras.tree.map_structure(lambda tensor: tensor[start : start + count], data)
 
 
-def _cover(
-    general: list[tuple[tf.DType, tf.TensorShape]], specs: list[tuple[tf.DType, tf.TensorShape]]
-) -> bool:
-    """Whether variables of general specs can have the values of tensors of other specs."""
-    if len(general) != len(specs):
-        return False
-    pairs = zip(general, specs, strict=True)
-    return all(mine[0] == its[0] and _covers(mine[1], its[1]) for mine, its in pairs)
+def _chosen_examples(tensors: Sequence[tf.Tensor], skipped_in_a_row: int) -> np.ndarray:
+    """Returns the indices of the examples to replay: suspicious ones first, then others.
+
+    In each skipped step of a row, other ones: those from a later one of the batch on.
+    """
+    size = len(tensors[0])
+    example = bytes_of(tensors) // size
+    most = min(size, _MOST_READ, max(2, MOST_BYTES // max(1, example)))
+    start = 0
+    if size > most:
+        start = int(max(0, skipped_in_a_row - 1) * _GOLDEN_RATIO % 1 * size)
+    order = np.roll(np.arange(size), -start)
+    suspicious = np.sum([_suspicious_elements(tensor) for tensor in tensors], axis=0)[order]
+    return order[np.argsort(-suspicious, kind="stable")][:most]
 
 
-def _covers(general: tf.TensorShape, shape: tf.TensorShape) -> bool:
-    if general.rank != shape.rank:
-        return False
-    return all(mine in (None, its) for mine, its in zip(general, shape, strict=True))
+def _suspicious_elements(tensor: tf.Tensor) -> np.ndarray:
+    """Returns for each example how many elements are suspicious.
 
-
-def _with_rows(
-    specs: list[tuple[tf.DType, tf.TensorShape]], rows: int
-) -> list[tuple[tf.DType, tf.TensorShape]]:
-    """Returns specs with another number of rows, if they have one."""
-    if specs[0][1][0] is None:
-        return specs
-    return [(dtype, tf.TensorShape([rows, *shape[1:]])) for dtype, shape in specs]
+    NaN, infinite, beyond float16's maximum or negative integers.
+    """
+    values = np.asarray(tensor).reshape(len(tensor), -1)
+    if values.dtype.kind == "f" or values.dtype.name in DTYPES_16_BIT:
+        is_suspicious = ~(np.abs(values) <= FLOAT16.max)
+    else:
+        is_suspicious = values < 0
+    return is_suspicious.sum(axis=1)

@@ -12,15 +12,13 @@ import numpy as np
 import tensorflow as tf
 
 from kmp.backend.keras_internals import compute_dtypes, sublayers
-from kmp.backend.state_rollback import ResourceVariable, state_restored
-from kmp.backend.tensorflow_internals import equal_random_numbers
-from kmp.diagnosis import thresholds
 from kmp.records.replay import BATCH_PARTS, BATCH_X, BatchCheck, InvalidTargets, NonfinitePart
-from kmp.replay.eager_pass import Passes, float_states
+from kmp.replay.passes import Passes, float_states
 from kmp.replay.precision_loss import lost_weights
 from kmp.utils.float_formats import DTYPES_16_BIT, FLOAT16, FLOAT32, computing_format
 
 _MOST_NAMED = 100
+_ROUNDED = 1e-3  # of a target beyond 0 and 1, as by resizing a mask
 # The class and the function of a loss.
 _BINARY = keras.losses.BinaryCrossentropy, keras.losses.binary_crossentropy
 _SPARSE = keras.losses.SparseCategoricalCrossentropy, keras.losses.sparse_categorical_crossentropy
@@ -29,9 +27,10 @@ _SPARSE = keras.losses.SparseCategoricalCrossentropy, keras.losses.sparse_catego
 def check_batch(passes: Passes) -> BatchCheck:
     """Returns what is wrong with inputs and weights, before any training step."""
     batch, states = passes.batch, _states_in_16_bits(passes)
+    nonfinite = nonfinite_rows(passes.model, batch)
     largest_input, key = _largest_input(batch[0])
     return BatchCheck(
-        nonfinite=nonfinite_part(passes.model, batch),
+        nonfinite=nonfinite and nonfinite.part,
         has_sample_weight=len(batch) > 2 and batch[2] is not None,
         nonfinite_variables=_nonfinite_variables(passes.variables)[:_MOST_NAMED],
         lost_weights=lost_weights(passes.model),
@@ -76,16 +75,36 @@ def _nonfinite_variables(variables: Mapping[str, Any]) -> list[str]:
     return [path for path, each in variables.items() if not np.isfinite(each).all()]
 
 
-def nonfinite_part(model: keras.Model, batch: Sequence[Any]) -> NonfinitePart | None:
-    """Returns the part of a batch with NaN or Inf, or with inputs that overflow float16 there."""
+class NonfiniteRows(NamedTuple):
+    """The rows of a batch in which a tensor has NaN, Inf or inputs that overflow float16.
+
+    Attributes:
+        part: Which tensor it is, and whether all of its values are finite.
+        rows: The indices of these rows.
+        of: The number of rows.
+    """
+
+    part: NonfinitePart
+    rows: list[int]
+    of: int
+
+
+def nonfinite_rows(model: keras.Model, batch: Sequence[Any]) -> NonfiniteRows | None:
+    """Returns the rows of the first such tensor of a batch, or `None` if there is none."""
     number_format = computing_format(compute_dtypes(model))
     largest_input = FLOAT16.max if number_format is FLOAT16 else FLOAT32.max
     for name, part in zip(BATCH_PARTS, batch, strict=False):
         largest = largest_input if name == BATCH_X else FLOAT32.max
         for key, tensors in _by_key(part):
             for values in map(np.asarray, keras.tree.flatten(tensors)):
-                if _is_float(values) and not (np.abs(values) <= largest).all():
-                    return NonfinitePart(name, key, bool(np.isfinite(values).all()))
+                if not _is_float(values) or not values.ndim:
+                    continue
+                fits = np.abs(values) <= largest
+                rows = np.flatnonzero(~fits.reshape(len(fits), -1).all(axis=1))
+                if rows.size:
+                    is_too_large = bool(np.isfinite(values).all())
+                    found = NonfinitePart(name, key, is_too_large)
+                    return NonfiniteRows(found, rows.tolist(), len(values))
     return None
 
 
@@ -118,9 +137,7 @@ def invalid_binary_targets(model: keras.Model, batch: Sequence[Any]) -> InvalidT
             continue
         values = np.asarray(targets[key])
         low, high = float(np.min(values, initial=0.0)), float(np.max(values, initial=0.0))
-        if np.isfinite(values).all() and (
-            low < -thresholds.INVALID_BY_ROUNDING or high > 1 + thresholds.INVALID_BY_ROUNDING
-        ):
+        if np.isfinite(values).all() and (low < -_ROUNDED or high > 1 + _ROUNDED):
             low, high = float(np.min(values)), float(np.max(values))
             return InvalidTargets(low, high, 2, index, key, is_binary=True)
     return None
@@ -145,16 +162,16 @@ def _by_key(part: Any) -> list[tuple[str, Any]]:
     return [("", part)]
 
 
-def invalid_targets(
-    model: keras.Model, batch: Sequence[Any], restored: Sequence[ResourceVariable] = ()
-) -> InvalidTargets | None:
+def invalid_targets(passes: Passes) -> InvalidTargets | None:
     """Returns the targets of the first output for which they are not all indices of a class."""
+    model, batch = passes.model, passes.batch
     losses = keras.tree.flatten(model.loss)
     if len(batch) < 2 or not any(_is_one_of(loss, _SPARSE) for loss in losses):
         return None
-    with equal_random_numbers(), state_restored(model, restored):
-        outputs = model(batch[0], training=False)
-    for output in _outputs(model, batch[1], outputs):
+    call = next((each for each in passes.graph.calls if each.layer == id(model)), None)
+    if call is None:
+        return None
+    for output in _outputs(model, batch[1], call.returned):
         if _is_one_of(output.loss, _SPARSE) and _are_invalid(output):
             return _described(output, model)
     return None
@@ -194,7 +211,10 @@ def _are_invalid(output: _Output) -> bool:
     values, shape = output.targets, output.shape
     if values.dtype.kind not in "iuf" or not np.isfinite(values).all():
         return False
-    if len(shape) < 2 or shape[-1] == 1 or values.size != math.prod(shape[:-1]):
+    if len(shape) < 2 or shape[-1] in (None, 1):
+        return False
+    per_example = math.prod(size or 1 for size in shape[1:-1])
+    if None not in shape[1:-1] and values.size != len(values) * per_example:
         return False
     if not np.all(values == np.floor(values)):
         return False
@@ -211,7 +231,7 @@ def _described(output: _Output, model: keras.Model) -> InvalidTargets:
         output=output.number,
         key=output.target_key,
         only_invalid=int(invalid[0]) if invalid.size == 1 else None,
-        per_example=math.prod(output.shape[1:-1]),
+        per_example=math.prod(size or 1 for size in output.shape[1:-1]),
         from_logits=_takes_logits(model.loss),
     )
 

@@ -4,6 +4,7 @@ To find what 16 bits lose: `replay_batch` is read from top to bottom.
 """
 
 import contextlib
+import logging
 import math
 import time
 from collections.abc import Mapping, Sequence
@@ -25,13 +26,11 @@ from kmp.records.replay import (
     GradientRange,
     InvalidTargets,
     LayerSearch,
-    LoopStep,
     Overflow,
     UnscaledGradients,
 )
 from kmp.replay.batch_capture import is_ragged
 from kmp.replay.batch_checks import check_batch, invalid_binary_targets, invalid_targets
-from kmp.replay.eager_pass import Passes, PassResult, as_array
 from kmp.replay.kept_branch import (
     ScaleRange,
     branch_to_keep,
@@ -39,18 +38,26 @@ from kmp.replay.kept_branch import (
     flushed_variables,
     gradients_in_16_bits,
 )
-from kmp.replay.layer_marks import LayerMarks
-from kmp.replay.layer_search import DTYPE_ERRORS, computing_choices, find_float32_layers
+from kmp.replay.layer_results import LayerResults
+from kmp.replay.layer_search import computing_choices, find_float32_layers
 from kmp.replay.loss_scaling import unscaled_gradients
 from kmp.replay.other_format import other_format
+from kmp.replay.output_errors import magnitudes_of
+from kmp.replay.passes import Passes, PassResult, as_array, tiled
 from kmp.replay.precision_loss import Reference, gradient_errors, layer_errors, state_errors
 from kmp.utils.float_formats import BFLOAT16, FLOAT16, FLOAT32, FloatFormat, computing_format
+
+logger = logging.getLogger("kmp")
 
 Failure = Literal["loss", "gradients"]
 
 _MOST_NAMED = 100
 _BFLOAT16_SECONDS = 2.0  # more, for a pass in bfloat16 after a search that has found nothing
 _SEARCH_SECONDS = 4.0  # more, for the search in a batch that 16 bits ruin
+_SCALE_SECONDS = 1.0  # of these, for loss scales at which no layer has to change
+# Parts of a loss scale to try, because the gradients inside of a layer may be larger than those of
+# its outputs.
+_LOWER_SCALES = 1.0, 2.0**-4, 2.0**-8, 2.0**-12
 
 
 @dataclass(frozen=True)
@@ -68,7 +75,6 @@ class StepContext:
         largest_norms: The largest norm of each layer's gradients in float32, in earlier comparisons
             of the training.
         compares_formats: Whether to pass the batch in the other 16-bit format too.
-        loop: What is known of the step of a training loop; `None` of a `train_step`.
     """
 
     step: int
@@ -79,7 +85,6 @@ class StepContext:
     failed: Failure | None = None
     largest_norms: Mapping[str, float] = field(default_factory=dict)
     compares_formats: bool = False
-    loop: LoopStep | None = None
 
 
 def replay_batch(passes: Passes, context: StepContext) -> tuple[Replay, GradientSample | None]:
@@ -100,16 +105,15 @@ def replay_batch(passes: Passes, context: StepContext) -> tuple[Replay, Gradient
     Raises:
         TimeoutError: If the first passes in each precision take too long.
     """
-    passes = replace(passes, has_dropout=context.failed is not None)
     size = context.batch_size or passes.examples
     context = replace(context, batch_size=size)
     result = _BatchReplay(passes, context).run()
-    is_too_small = passes.step.run is not None and size > passes.examples
+    is_too_small = passes.has_backward and size > passes.examples
     if is_too_small and not _fails_as_before(result[0], context.failed):
         # The first result stands.
         with contextlib.suppress(TimeoutError, tf.errors.ResourceExhaustedError):
-            tiled = replace(passes, data=_tiled(passes.data, size))
-            result = _BatchReplay(tiled, context).run()
+            whole = replace(passes, data=tiled(passes.data, size))
+            result = _BatchReplay(whole, context).run()
     return result
 
 
@@ -127,11 +131,13 @@ def failing_part(
     A single example may have made a step fail. Without such a part before the deadline of the
     passes, returns the first one. The other arguments are those of `StepContext`.
     """
+    # Operation by operation, and as the training runs, which may fail elsewhere.
     with contextlib.suppress(TimeoutError):
-        for part in parts:
-            passes = replace(passes, data=part)
-            if _fails(passes, failed, loss_scale, batch_size):
-                return part
+        for as_trained in (False, True):
+            for part in parts:
+                computing = replace(passes, data=part, as_trained=as_trained)
+                if _fails(computing, failed, loss_scale, batch_size):
+                    return part
     return parts[0]
 
 
@@ -141,25 +147,16 @@ def _fails(passes: Passes, failed: Failure, loss_scale: float, batch_size: int) 
         result = passes.in_own_precision(factor=factor)
     except tf.errors.InvalidArgumentError:  # as in `_in_float32`
         return True
-    if failed == "loss" and passes.step.run:
+    if failed == "loss" and passes.has_backward:
         return not math.isfinite(result.loss)
     return not result.is_finite
 
 
 def _share_of_batch(passes: Passes, batch_size: int) -> float:
     """Returns what gradients are multiplied by: those of a sum grow with the batch size."""
-    losses = [] if passes.step.is_of_loop else keras.tree.flatten(passes.model.loss)
+    losses = keras.tree.flatten(passes.model.loss) if passes.kind != "loop" else []
     is_sum = any(getattr(loss, "reduction", None) == "sum" for loss in losses)
     return 1.0 if is_sum else passes.examples / batch_size
-
-
-def _tiled(data: Any, size: int) -> Any:
-    """Returns a batch of this size, with the examples of a smaller one again and again."""
-
-    def tiled(tensor: tf.Tensor) -> tf.Tensor:
-        return tf.gather(tensor, tf.range(size) % tf.shape(tensor)[0])
-
-    return keras.tree.map_structure(tiled, data)
 
 
 class _BatchReplay:
@@ -174,8 +171,14 @@ class _BatchReplay:
         self._has_float16 = self._format is FLOAT16
         factor = context.loss_scale * self._share if self._has_float16 else 1.0
         self._passes = replace(passes, factor=factor)
-        later = passes.deadline + _SEARCH_SECONDS
-        self._searching = replace(self._passes, deadline=later)
+        self._compiled_before = passes.programs.seconds
+
+    @property
+    def _searching(self) -> Passes:
+        """The passes, with the time for a search, and without that of compilations."""
+        compilations = self._passes.programs.seconds - self._compiled_before
+        later = self._passes.deadline + _SEARCH_SECONDS + compilations
+        return replace(self._passes, deadline=later)
 
     def run(self) -> tuple[Replay, GradientSample | None]:
         """Returns the results of `replay_batch`."""
@@ -183,7 +186,7 @@ class _BatchReplay:
         exact, batch = self._in_float32(check_batch(passes))
         if exact is None:
             return self._replay_without_passes(batch), None
-        if passes.step.is_of_keras:
+        if passes.is_of_keras:
             targets = invalid_binary_targets(passes.model, passes.batch)
             batch = replace(batch, invalid_targets=targets)
         own = self._in_own_precision(exact)
@@ -197,16 +200,17 @@ class _BatchReplay:
             is_finite_in_float32=exact.is_finite,
             # A step that accumulates gradients may not pass them on.
             is_forward_only=all(gradient is None for gradient in exact.gradients.values()),
-            loop=self._loop_step(own),
             batch=batch,
             gradients=gradients,
             unscaled=self._unscaled_in_custom_step(exact),
         )
-        sample = exact.sample(self._context.step) if passes.step.run else None
+        sample = exact.sample(self._context.step) if passes.has_backward else None
+        if not self._agrees_with_training(own) and (shown := self._by_program(found)):
+            return self._with_other_format(shown, own, exact), sample
         if not own.is_finite:
             found = self._with_overflow(found, own, exact)
             return self._with_other_format(found, own, exact), sample
-        is_comparable = exact.is_finite and not (own.is_random or exact.is_random)
+        is_comparable = exact.is_finite
         # A skipped step of a model in float32 says nothing about 16 bits.
         if is_comparable and not (self._format is FLOAT32 and self._context.failed):
             found = self._with_comparison(found, own, exact)
@@ -240,9 +244,9 @@ class _BatchReplay:
     def _invalid_targets(self) -> InvalidTargets | None:
         """Returns invalid targets, for which TensorFlow refuses a batch, or its loss is NaN."""
         passes = self._passes
-        if not passes.step.is_of_keras:
+        if not passes.is_of_keras:
             return None
-        return invalid_targets(passes.model, passes.batch, passes.restored)
+        return invalid_targets(passes)
 
     def _replay_without_passes(self, batch: BatchCheck) -> Replay:
         return Replay(
@@ -258,10 +262,6 @@ class _BatchReplay:
     def _finite_loss(self, result: PassResult) -> float | None:
         has_loss = result.knows_loss and math.isfinite(result.loss)
         return result.loss if has_loss else None
-
-    def _loop_step(self, own: PassResult) -> LoopStep | None:
-        loop = self._context.loop
-        return loop and replace(loop, has_finite_outputs=math.isfinite(own.loss))
 
     def _gradient_range(self, own: PassResult, exact: PassResult) -> GradientRange:
         of_activations = {}
@@ -279,8 +279,8 @@ class _BatchReplay:
         return GradientRange(usable, of_activations, flushed, zero)
 
     def _unscaled_in_custom_step(self, exact: PassResult) -> UnscaledGradients | None:
-        is_comparable = exact.is_finite and not exact.is_random
-        if self._passes.step.is_custom and is_comparable and self._has_float16:
+        is_custom = self._passes.has_backward and self._passes.kind != "keras"
+        if is_custom and exact.is_finite and self._has_float16:
             return unscaled_gradients(self._passes, exact)
         return None
 
@@ -289,12 +289,34 @@ class _BatchReplay:
         overflow = self._find_operations(exact)
         if not exact.is_finite:
             return replace(found, overflow=overflow)
+        found = self._at_finite_scale(found, own, exact, self._searching)
         search = self._search_after_overflow(found, own, exact)
-        found = replace(found, overflow=overflow, search=search)
-        # The loss of the training step was finite.
-        if not self._passes.has_dropout and not math.isfinite(own.loss):
-            with contextlib.suppress(TimeoutError):  # the search stands
-                return self._with_compiled_outputs(found, overflow, own, exact)
+        return replace(found, overflow=overflow, search=search)
+
+    def _at_finite_scale(
+        self, found: Replay, own: PassResult, exact: PassResult, passes: Passes
+    ) -> Replay:
+        """Lowers the usable loss scale to one at which a pass is finite, so no layer has to change.
+
+        It stays as it is if that flushes gradients that it keeps, or if no lower one is finite.
+        """
+        if not (self._has_float16 and math.isfinite(own.loss)):
+            return found
+        highest = self._scale_of_search(found, own, exact)
+        kept = exact.gradients.keys() - flushed_variables(exact, own.marks, highest)
+        began = time.monotonic()
+        with contextlib.suppress(TimeoutError):
+            for part in _LOWER_SCALES:
+                scale = highest * part
+                has_time = time.monotonic() - began < _SCALE_SECONDS
+                if scale < self._context.min_scale or not has_time:
+                    break
+                result = passes.in_own_precision(factor=scale * self._share, reference=exact)
+                if _mostly_flushed(result, exact) & kept:
+                    break
+                if result.is_finite:
+                    usable = found.gradients.usable_scale if part == 1.0 else scale
+                    return replace(found, gradients=replace(found.gradients, usable_scale=usable))
         return found
 
     def _is_sound_in_bfloat16(self, exact: PassResult, factor: float) -> bool | None:
@@ -303,7 +325,7 @@ class _BatchReplay:
         try:
             result = passes.in_format(BFLOAT16.name, factor=factor, reference=exact)
             return self._is_sound(result, self._reference(exact), BFLOAT16)
-        except (TimeoutError, *DTYPE_ERRORS):
+        except TimeoutError:
             return None
 
     def _search_after_overflow(
@@ -367,21 +389,83 @@ class _BatchReplay:
             operations,
             lost_constants={layer: lost[layer] for layer in lost if layer in layers},
             outputs=list(watched.marks.nonfinite)[:_MOST_NAMED],
+            magnitudes=magnitudes_of(in_float32.marks.outputs),
         )
 
-    def _with_compiled_outputs(
-        self, found: Replay, overflow: Overflow, own: PassResult, exact: PassResult
-    ) -> Replay:
-        """Adds what the outputs of a compiled pass show."""
-        passes = self._passes
-        # A compiled pass draws other numbers.
-        is_random = own.is_random or exact.is_random or own.marks.random_numbers.position > 0
-        if passes.step.is_custom or passes.model.run_eagerly or is_random:
-            return found
-        error = exact.marks.error_of(passes.compiled_outputs())
-        if not soundness.are_harmful(error, []):
-            return replace(found, overflow=replace(overflow, is_finite_compiled=True))
-        return replace(found, comparison=Comparison(error, layer_errors(own, self._measured)))
+    def _agrees_with_training(self, own: PassResult) -> bool:
+        """Whether a pass in the precision of the model fails as the training step did.
+
+        One of some examples of a batch may not fail where the whole batch does, which is next.
+        """
+        has_more = self._passes.examples < (self._context.batch_size or 0)
+        if self._context.failed and own.is_finite and has_more:
+            return True
+        if self._context.failed == "gradients":
+            # A step that scales no loss has only gradients to fail by.
+            is_backward = math.isfinite(own.loss) or not own.knows_loss
+            return is_backward and not own.is_finite
+        return own.is_finite != (self._context.failed == "loss")
+
+    def _by_program(self, found: Replay) -> Replay | None:
+        """Returns what the program that trains shows, where operation by operation is another one.
+
+        XLA computes what it fuses in float32, and simplifies it; TensorFlow merges constants.
+        `None` if it shows the same harm.
+        """
+        if self._format is FLOAT32:
+            return None
+        programs = replace(self._searching, as_trained=True)
+        try:
+            exact = programs.in_float32()
+            own = programs.in_own_precision(reference=exact)
+            if not exact.is_finite:
+                return None
+            found = replace(
+                found,
+                loss=self._finite_loss(own),
+                float32_loss=self._finite_loss(exact),
+                is_finite=own.is_finite,
+                is_finite_in_float32=True,
+            )
+            if not own.is_finite:
+                return self._with_failing_program(found, programs, own, exact)
+            halved = replace(programs, data=self._halved_batch())
+            half = halved.in_float32 if halved.data is not None else None
+            comparison = _compared(own, replace(self._reference(exact), halved=half))
+        except Exception:  # XLA may not allow it
+            logger.debug("There is no pass by the program that trains:", exc_info=True)
+            return None
+        errors = comparison.output_error, comparison.gradients
+        is_harmful = soundness.are_harmful(*errors, self._format)
+        return None if is_harmful else replace(found, comparison=comparison)
+
+    def _with_failing_program(
+        self, found: Replay, programs: Passes, own: PassResult, exact: PassResult
+    ) -> Replay | None:
+        """Adds the layers in float32 with which the program that trains is finite.
+
+        If only its gradients are not finite, at the scale at which no layer may have to change.
+        `None` if there are no such layers, and where no training step has failed.
+        """
+        if self._context.failed is None:
+            return None
+        factor, suspects = self._passes.factor, list[str]()
+        if math.isfinite(own.loss):
+            found = self._at_finite_scale(found, own, exact, programs)
+            factor = self._scale_of_search(found, own, exact) * self._share
+        else:
+            suspects = list(programs.in_own_precision(watch=True).marks.nonfinite)
+        search, _ = find_float32_layers(
+            programs,
+            lambda result: result.is_finite,
+            exact,
+            computing_choices(self._passes),
+            factor=factor,
+            suspects=suspects,
+        )
+        if not search.is_found:
+            return None
+        return replace(found, overflow=Overflow(outputs=suspects[:_MOST_NAMED]), search=search)
 
     def _with_comparison(self, found: Replay, own: PassResult, exact: PassResult) -> Replay:
         """Adds the errors of outputs, gradients and states, and the layers that remove them."""
@@ -399,6 +483,8 @@ class _BatchReplay:
                 found = replace(found, comparison=comparison)
         if not is_harmful:
             return found
+        if not soundness.lost_states(found) and (shown := self._by_program(found)):
+            return shown
 
         # In float16, at the largest usable scale: if it only flushed gradients to zero, no layer
         # has to change.
@@ -426,14 +512,14 @@ class _BatchReplay:
 
     def _with_unscaled(self, found: Replay, search: LayerSearch, exact: PassResult) -> Replay:
         """Adds the gradients that do not grow, where no layer explains a harmful error."""
-        if search.is_found or not (self._passes.step.is_of_keras and self._has_float16):
+        if search.is_found or not (self._passes.is_of_keras and self._has_float16):
             return found
         with contextlib.suppress(TimeoutError):
             return replace(found, unscaled=unscaled_gradients(self._searching, exact))
         return found
 
     @cached_property
-    def _measured(self) -> LayerMarks:
+    def _measured(self) -> LayerResults:
         """The marks of a pass in float32 in which each layer also runs in its own precision."""
         return self._searching.in_float32(measure=True).marks
 
@@ -450,9 +536,8 @@ class _BatchReplay:
     ) -> bool:
         if not result.is_finite:
             return False
-        compared, is_of_loop = _compared(result, reference), self._passes.step.is_of_loop
-        errors = compared.output_error, compared.gradients
-        if soundness.are_harmful(*errors, number_format, is_of_loop=is_of_loop):
+        compared = _compared(result, reference)
+        if soundness.are_harmful(compared.output_error, compared.gradients, number_format):
             return False
         return not soundness.harmful_states(state_errors(result, reference))
 
@@ -471,12 +556,17 @@ class _BatchReplay:
 
         `None` for a batch that is too small.
         """
+        half = self._halved_batch()
+        return None if half is None else replace(self._passes, data=half).in_float32()
+
+    def _halved_batch(self) -> Any:
+        """Returns the first half of the batch, twice; `None` of one that is too small."""
         passes = self._passes
-        if passes.examples < 4 or passes.step.run is None or is_ragged(passes.data):
+        if passes.examples < 4 or not passes.has_backward or is_ragged(passes.data):
             return None
         size = passes.examples // 2
         half = keras.tree.map_structure(lambda tensor: tensor[:size], passes.data)
-        return replace(passes, data=_tiled(half, passes.examples)).in_float32()
+        return tiled(half, passes.examples)
 
 
 def _compared(result: PassResult, reference: Reference) -> Comparison:
@@ -485,7 +575,15 @@ def _compared(result: PassResult, reference: Reference) -> Comparison:
     return Comparison(result.marks.output_error, gradients=gradients)
 
 
-def _usable_scale(exact: PassResult, own: LayerMarks, share: float) -> float | None:
+def _mostly_flushed(result: PassResult, exact: PassResult) -> set[str]:
+    """Returns the paths of the variables most of whose gradient is zero in a pass only."""
+    shares = {
+        path: flushed_share(result.gradients[path], each) for path, each in exact.gradients.items()
+    }
+    return {path for path, share in shares.items() if share > thresholds.MOSTLY_FLUSHED}
+
+
+def _usable_scale(exact: PassResult, own: LayerResults, share: float) -> float | None:
     """Returns the largest loss scale at which no gradient in 16 bits comes near the maximum.
 
     A power of two.

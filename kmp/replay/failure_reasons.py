@@ -17,6 +17,9 @@ _OF_LAYER = re.compile(
 )
 _NAME_OF_OPERATION = re.compile(r"\{\{function_node \S*\}\} ?|\[Op:\w*\]|\bname: *(?=\s|$)")
 _WITHOUT_KERNEL = re.compile(r"\{\{node .*?\}\} = (?P<operation>\w+)\[.*?DT_(?P<dtype>\w+)")
+_UNREGISTERED = re.compile(
+    r"No OpKernel was registered to support Op '(?P<operation>\w+)'.*?DT_(?P<dtype>\w+)", re.DOTALL
+)
 _DTYPES = dict(zip(("BFLOAT16", "HALF"), sorted(DTYPES_16_BIT), strict=True))
 
 
@@ -26,8 +29,10 @@ def reason_of(error: Exception) -> str:
     layer = ""
     while (found := _OF_LAYER.search(text)) is not None:
         layer, text = found["layer"], found["message"]
-    without_kernel = _WITHOUT_KERNEL.search(text)
-    if isinstance(error, tf.errors.NotFoundError) and without_kernel:
+    without_kernel = _WITHOUT_KERNEL.search(text) or _UNREGISTERED.search(text)
+    if isinstance(error, tf.errors.NotFoundError | tf.errors.InvalidArgumentError) and (
+        without_kernel
+    ):
         dtype = _DTYPES.get(without_kernel["dtype"], without_kernel["dtype"].lower())
         return (
             f"TensorFlow has no kernel of {without_kernel['operation']} for {dtype} outside of XLA"

@@ -14,8 +14,8 @@ from kmp.backend.layer_graph import next_layers
 from kmp.diagnosis import thresholds
 from kmp.diagnosis.branches import flushed_branch, flushed_layers
 from kmp.records.gradient_sample import layer_of
-from kmp.replay.eager_pass import Passes, PassResult, as_array
-from kmp.replay.layer_marks import LayerMarks
+from kmp.replay.layer_results import LayerResults
+from kmp.replay.passes import Passes, PassResult, as_array
 from kmp.utils.float_formats import FLOAT16
 from kmp.utils.names import path_and_parents
 
@@ -67,7 +67,7 @@ class ScaleRange:
 
 
 def branch_to_keep(
-    passes: Passes, own: LayerMarks, exact: PassResult, scales: ScaleRange
+    passes: Passes, own: LayerResults, exact: PassResult, scales: ScaleRange
 ) -> KeptBranch | None:
     """Returns the branch that the lowest loss scale would flush, and the scale that it needs.
 
@@ -132,7 +132,7 @@ def _measured(passes: Passes, branch: KeptBranch, scales: ScaleRange) -> KeptBra
     return KeptBranch(scale, branch.layer_of_variable, branch.exact)
 
 
-def gradients_in_16_bits(exact: PassResult, own: LayerMarks) -> Iterator[tuple[str, np.ndarray]]:
+def gradients_in_16_bits(exact: PassResult, own: LayerResults) -> Iterator[tuple[str, np.ndarray]]:
     """Yields the gradient in float32 of each variable by path, except those of float32 layers.
 
     Args:
@@ -146,7 +146,7 @@ def gradients_in_16_bits(exact: PassResult, own: LayerMarks) -> Iterator[tuple[s
             yield path, as_array(gradient)
 
 
-def flushed_variables(exact: PassResult, own: LayerMarks, loss_scale: float) -> set[str]:
+def flushed_variables(exact: PassResult, own: LayerResults, loss_scale: float) -> set[str]:
     """Returns the paths of the variables of whose gradient a loss scale flushes the most.
 
     The other arguments are those of `gradients_in_16_bits`.

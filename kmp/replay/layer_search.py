@@ -5,17 +5,15 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import keras
-import tensorflow as tf
 
 from kmp.backend.keras_internals import computing_layers, layers_in_16_bits
 from kmp.backend.layer_graph import previous_layers
-from kmp.diagnosis import thresholds
 from kmp.records.replay import LayerSearch, NonfiniteOperation
-from kmp.replay.eager_pass import Passes, PassResult
+from kmp.replay.passes import Passes, PassResult
 
 _MOST_LAYERS = 12
-# Of the user's code, where a layer computes in another dtype than the next one.
-DTYPE_ERRORS = (ValueError, TypeError, tf.errors.InvalidArgumentError)
+# Of the outputs of the model, where the loss may be what fails.
+_SMALL_OUTPUT_ERROR = 0.05
 
 Chosen = tuple[str, ...]
 NewErrors = Callable[[], Mapping[str, float]]
@@ -99,7 +97,6 @@ class _Search:
         self._suspects, self._new_errors = suspects, new_errors
         model = passes.model
         self._parts = {path for path, each in choices.operations.items() if each is not model}
-        self._failed: set[str] = set()
         self._previous = previous_layers(model)
 
     def run(self, chosen: Chosen, *, watch: bool = True) -> PassResult:
@@ -123,7 +120,7 @@ class _Search:
 
     def without_needless(self, chosen: Chosen, is_sound: Callable[[PassResult], bool]) -> Chosen:
         """Returns the layers without those that turn out to be needless."""
-        with contextlib.suppress(TimeoutError, *DTYPE_ERRORS):  # these are enough
+        with contextlib.suppress(TimeoutError):  # these are enough
             for path in chosen:
                 rest = tuple(other for other in chosen if other != path)
                 if is_sound(self.run(rest, watch=False)):
@@ -133,24 +130,13 @@ class _Search:
     def _with_one_more(
         self, chosen: Chosen, result: PassResult
     ) -> tuple[Chosen, PassResult] | None:
-        if len(chosen) >= self._choices.most:
+        path = next(self._to_try(chosen, result), None)
+        if path is None or len(chosen) >= self._choices.most:
             return None
-        for path in self._to_try(chosen, result):
-            if path in self._failed:
-                continue
-            try:
-                larger = (*chosen, path)
-                return larger, self.run(larger)
-            except DTYPE_ERRORS:
-                self._failed.add(path)
-        return None
+        return (*chosen, path), self.run((*chosen, path))
 
     def _to_try(self, chosen: Chosen, result: PassResult) -> Iterator[str]:
-        """Yields the candidates that are not chosen, and of each the layers that contain it.
-
-        If a layer fails, one that contains it may not: the user's code may add its float32 result
-        to float16.
-        """
+        """Yields the candidates that are not chosen, and of each the layers that contain it."""
         tried = []
         for path in self._candidates(result):
             tried.append(path)
@@ -170,7 +156,7 @@ class _Search:
         paths = [path for path in result.marks.called if path in self._parts]
         yield from _near_nonfinite_operations(result, paths)
         # What the loss does to the outputs, in their dtype, if these agree.
-        if result.marks.output_error <= thresholds.HARMFUL_OUTPUT_ERROR:
+        if result.marks.output_error <= _SMALL_OUTPUT_ERROR:
             yield from paths[-1:]
         yield from _with_new_errors(self._new_errors(), paths)
         yield from _where_errors_show(result, paths, self._previous)

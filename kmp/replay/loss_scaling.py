@@ -7,14 +7,16 @@ from dataclasses import replace
 
 from kmp.backend import keras_internals
 from kmp.backend.keras_internals import layers_by_path
-from kmp.diagnosis import thresholds
 from kmp.records.replay import UnscaledGradients
-from kmp.replay.eager_pass import Passes, PassResult
+from kmp.replay.passes import Passes, PassResult
 from kmp.replay.precision_loss import Reference, gradient_errors
 
 _FACTOR = 4.0  # that all gradients grow with, or the loss scale in use if it is larger
 _TINY = 2.0**-24  # a factor below which the norm of scaled gradients is below any limit
 _TOLERANCE = 0.1  # of a ratio of norms that is a power of two
+# Of a gradient that does not grow with the loss scale: found ones have 13 %.
+_UNSCALED_PART = 0.1
+_GROWING_PART = 0.5  # of a gradient, if the loss is scaled at all
 
 
 def unscaled_gradients(passes: Passes, exact: PassResult) -> UnscaledGradients:
@@ -24,28 +26,21 @@ def unscaled_gradients(passes: Passes, exact: PassResult) -> UnscaledGradients:
     grown = gradient_errors(scaled, Reference(passes.model, exact))
     kept = [each.kept for each in grown]
     found = UnscaledGradients(
-        layers=[each.layer for each in grown if each.error > thresholds.UNSCALED_PART],
-        are_all=bool(kept) and max(kept) < thresholds.FAITHFUL_PART,
+        layers=[each.layer for each in grown if each.error > _UNSCALED_PART],
+        are_all=bool(kept) and max(kept) < _GROWING_PART,
         origin=_origin(passes, scaled, exact, factor),
     )
-    if found.are_all and passes.step.is_custom:
-        return _with_change(found, passes, scaled)
-    return found
+    return _with_change(found, passes, scaled) if found.are_all else found
 
 
 def _with_change(found: UnscaledGradients, passes: Passes, scaled: PassResult) -> UnscaledGradients:
     """Adds what the training step does to the gradients, if passes show it.
 
-    Without the division by what the step reads as the loss scale, the gradients would grow by it.
     Those that are clipped grow while they are below the limit.
     """
     factor, norm = scaled.factor, _norm(scaled)
     if not norm:
         return found
-    if scaled.reads_scale:
-        undivided = _norm(replace(passes, read_scale=1.0).in_float32(factor=factor))
-        if _is_near(undivided / norm, factor):
-            return replace(found, change="divided", times=undivided / norm)
     small, smaller = (_norm(passes.in_float32(factor=each)) for each in (_TINY, _TINY / _FACTOR))
     if smaller and _is_near(small / smaller, _FACTOR):
         return replace(found, change="clipped", times=small / _TINY * factor / norm)
@@ -70,7 +65,7 @@ def _origin(passes: Passes, scaled: PassResult, exact: PassResult, factor: float
     grown = scaled.marks.activation_gradients
     for path, amax in exact.marks.activation_gradients.items():
         difference = abs(grown.get(path, 0.0) / factor - amax)
-        if difference > thresholds.UNSCALED_PART * amax:
+        if difference > _UNSCALED_PART * amax:
             if before not in layers or path not in layers:
                 return ""
             is_next = keras_internals.is_input_of(layers[path], layers[before])

@@ -1,74 +1,63 @@
-"""Finds the operations of an eager pass for whose finite results 16 bits are too few."""
+"""The operations of a pass for whose finite results 16 bits are too few."""
 
-from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple
+from collections.abc import Iterable, Sequence
+from typing import Literal, NamedTuple
 
 import numpy as np
 
 from kmp.diagnosis import thresholds
 from kmp.records.replay import LossyOperation
-from kmp.replay.layer_marks import LARGEST_ERROR, LayerMarks
-from kmp.replay.nonfinite_operations import FloatValues, float_values
+from kmp.replay.nonfinite_operations import FloatValues
+from kmp.replay.output_errors import LARGEST_ERROR
 from kmp.utils.float_formats import FORMATS_16_BIT, FloatFormat
 
-_MOST_VALUES = 2**14  # of an operand: more would not change the statistics
 _SUMS = "Add", "AddV2", "Sub"
 _PERIODIC = "Cos", "Sin", "Tan"
 _LONG_SUMS = "Cumsum", "Sum"
 # The largest argument for which the function is not exactly 1 in float32.
 _SATURATING = {"Sigmoid": 16.6, "Tanh": 9.0}
 _SMALL_DIFFERENCE = 0.25  # of the operands
-_KNOWN = {*_SUMS, *_PERIODIC, *_SATURATING, *_LONG_SUMS}
+CLASSIFIED = {*_SUMS, *_PERIODIC, *_SATURATING, *_LONG_SUMS}
 
 Kind = Literal["cancellation", "phase", "saturation", "lost_terms", "index"]
 
 
-class LossyOperations:
-    """Records for each layer the operation that loses most of what it computes.
+def lossy_operations(
+    layer: str, operation: str, operands: Sequence[FloatValues], result: FloatValues
+) -> list[LossyOperation]:
+    """Classifies an operation of the forward pass.
 
     Args:
-        marks: The layers of the pass.
+        layer: The path of its layer.
+        operation: Its type, one of `CLASSIFIED`.
+        operands: Values of its operands, which belong together.
+        result: Those of its result; of a cast to integers its operand.
     """
+    if operation == "Cast":
+        return _lossy_cast(layer, result)
+    if result.dtype not in FORMATS_16_BIT or not result.array.size:
+        return []
+    return _classified(layer, operation, operands, result, FORMATS_16_BIT[result.dtype])
 
-    def __init__(self, marks: LayerMarks) -> None:
-        self._marks = marks
-        self._worst: dict[str, LossyOperation] = {}
 
-    @property
-    def found(self) -> list[LossyOperation]:
-        """The worst operation of each layer, the largest estimated error first."""
-        return sorted(self._worst.values(), key=lambda each: -each.error)
+def worst_by_layer(found: Iterable[LossyOperation]) -> list[LossyOperation]:
+    """Returns the worst operation of each layer, the largest estimated error first."""
+    worst: dict[str, LossyOperation] = {}
+    for each in found:
+        if each.layer not in worst or each.error > worst[each.layer].error:
+            worst[each.layer] = each
+    return sorted(worst.values(), key=lambda each: -each.error)
 
-    def observe(self, operation: str, inputs: Sequence[Any], outputs: Sequence[Any]) -> None:
-        """Classifies an operation of the forward pass; see `watching_operations`."""
-        if operation == "Cast":
-            self._observe_cast(inputs, outputs)
-        if operation not in _KNOWN:
-            return
-        results = float_values(outputs)
-        if not results or results[0].dtype not in FORMATS_16_BIT or not results[0].array.size:
-            return
-        layer = self._marks.layer
-        number_format = FORMATS_16_BIT[results[0].dtype]
-        for found in _classified(layer, operation, float_values(inputs), results[0], number_format):
-            self._add(found)
 
-    def _observe_cast(self, inputs: Sequence[Any], outputs: Sequence[Any]) -> None:
-        floats = float_values(inputs)
-        if not floats or floats[0].dtype not in FORMATS_16_BIT or not outputs[0].dtype.is_integer:
-            return
-        sizes = np.abs(_some_of(floats[0].array))
-        limit = FORMATS_16_BIT[floats[0].dtype].max_exact_integer
-        share = float(np.mean(sizes > limit)) if sizes.size else 0.0
-        if share > thresholds.HARMFUL_OUTPUT_ERROR and np.isfinite(sizes).all():
-            largest, typical = float(sizes.max()), _mean_size(sizes)
-            dtype, layer = floats[0].dtype, self._marks.layer
-            self._add(LossyOperation(layer, "Cast", "index", dtype, largest, typical, share, share))
-
-    def _add(self, found: LossyOperation) -> None:
-        before = self._worst.get(found.layer)
-        if before is None or found.error > before.error:
-            self._worst[found.layer] = found
+def _lossy_cast(layer: str, operand: FloatValues) -> list[LossyOperation]:
+    """Returns a cast to integers of numbers between which 16 bits have no others."""
+    sizes = np.abs(operand.array.astype(np.float32))
+    limit = FORMATS_16_BIT[operand.dtype].max_exact_integer
+    share = float(np.mean(sizes > limit)) if sizes.size else 0.0
+    if share <= thresholds.HARMFUL_OUTPUT_ERROR or not np.isfinite(sizes).all():
+        return []
+    largest, typical = float(sizes.max()), _mean_size(sizes)
+    return [LossyOperation(layer, "Cast", "index", operand.dtype, largest, typical, share, share)]
 
 
 def _classified(
@@ -155,23 +144,17 @@ def _relative_to_spread(error: float, values: np.ndarray) -> float:
 def _sampled(
     operands: Sequence[FloatValues], result: FloatValues
 ) -> tuple[list[np.ndarray], np.ndarray] | None:
-    """Returns values of the operands and of the result, in float32; `None` if one is not finite.
+    """Returns the values of the operands and of the result; `None` if one is not finite.
 
     Those of operands of the result's shape, or that broadcast to it, belong together.
     """
-    arrays = [each.array for each in operands]
-    shape = result.array.shape
-    if arrays and np.broadcast_shapes(*(each.shape for each in arrays), ()) == shape:
-        arrays = [np.broadcast_to(each, shape) for each in arrays]
-    sampled = [_some_of(each) for each in (*arrays, result.array)]
-    if len(sampled) < 2 or not all(each.size and np.isfinite(each).all() for each in sampled):
+    arrays = [each.array.astype(np.float32) for each in operands]
+    values = result.array.astype(np.float32)
+    if arrays and np.broadcast_shapes(*(each.shape for each in arrays), ()) == values.shape:
+        arrays = [np.broadcast_to(each, values.shape) for each in arrays]
+    if not arrays or not all(each.size and np.isfinite(each).all() for each in (*arrays, values)):
         return None
-    return sampled[:-1], sampled[-1]
-
-
-def _some_of(array: np.ndarray) -> np.ndarray:
-    stride = max(1, array.size // _MOST_VALUES)
-    return np.asarray(array.flat[::stride]).astype(np.float32)
+    return arrays, values
 
 
 def _mean_size(values: np.ndarray) -> float:

@@ -1,131 +1,142 @@
 """The error that a layer itself adds in its own precision, measured in a pass in float32."""
 
-import contextlib
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence, Set
 from typing import Any
 
-import keras
 import tensorflow as tf
 
-from kmp.backend import keras_internals
-from kmp.backend.keras_internals import sublayers
-from kmp.backend.tensorflow_internals import RandomNumbers, without_tapes
-from kmp.backend.thread_overrides import dtype_policies_replaced
+from kmp.backend.graph_formats import CAST, KEEPING_FORMAT
+from kmp.backend.step_graph import StepGraph
+from kmp.backend.step_places import LayerCall
 from kmp.diagnosis.thresholds import HARMFUL_OUTPUT_ERROR
-from kmp.replay.output_errors import Outputs, is_eager_float, largest_error, samples_of
-
-
-@dataclass(frozen=True)
-class LayerCall:
-    """A call of a layer in a pass.
-
-    Attributes:
-        layer: The layer.
-        args: The arguments.
-        kwargs: The named arguments.
-        random_position: Where the random numbers of the pass were when the call began.
-    """
-
-    layer: keras.Layer
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    random_position: int
+from kmp.replay.layer_results import LayerResults, numeric_outputs, sample
+from kmp.replay.output_errors import largest_error, samples_of
+from kmp.replay.step_program import ProgramView
+from kmp.utils.float_formats import DTYPES_16_BIT
 
 
 class NewErrors:
-    """Runs layers on their float32 inputs once more, in their own precision.
+    """Adds the operations of layers to a program in float32 once more, in their own precision.
+
+    They get the inputs that the layer has in float32. And once more in float32, with inputs that
+    are rounded.
 
     Args:
-        own_policies: The policies of the layers that compute in float32 in the pass, by the `id` of
-            the layer.
-
-    Attributes:
-        by_layer: The largest relative error of each layer's outputs, by path.
-        of_rounded_inputs: Of a harmful one of these, what is left if only the layer's inputs are
-            rounded, by path.
-        is_measuring: Whether a layer runs for a measurement now.
+        step: The step.
+        path_of: Returns the path of the layer of a call.
+        examples: The number of examples in the batch.
     """
 
-    def __init__(self, own_policies: Mapping[int, keras.DTypePolicy]) -> None:
-        self.by_layer: dict[str, float] = {}
-        self.of_rounded_inputs: dict[str, float] = {}
-        self.is_measuring = False
-        self._own_policies = own_policies
-
-    def measure(
-        self, path: str, call: LayerCall, exact: Outputs, random_numbers: RandomNumbers
+    def __init__(
+        self, step: StepGraph, path_of: Callable[[LayerCall | None], str], examples: int
     ) -> None:
-        """Measures the errors of a layer in one call.
+        self._step, self._path_of, self._examples = step, path_of, examples
+        self._calls: list[LayerCall] = []
 
-        Args:
-            path: The path of the layer.
-            call: The call.
-            exact: The outputs in float32.
-            random_numbers: The random numbers of the pass.
+    def add(self, view: ProgramView) -> Any:
+        """Adds the operations to a program, and returns the outputs of each call.
+
+        In float32, in its own precision, and with rounded inputs.
         """
-        end = random_numbers.position
-        self.is_measuring = True
-        try:
-            with _attributes_restored(call.layer):
-                self._compare(path, call, exact, random_numbers)
-        except TimeoutError:
-            raise
-        except Exception:  # of the user's code, on inputs of float32
-            return
-        finally:
-            self.is_measuring = False
-            random_numbers.position = end
+        operations = self._step.graph.get_operations()
+        outermost = self._step.places.outermost_calls
+        own, rounded = _Copies("own", view), _Copies("rounded", view, rounds_inputs=True)
+        exact: list[list[tf.Tensor]] = []
+        for call in self._step.calls:
+            outputs = numeric_outputs(call)
+            inside = {each.name for each in operations[call.operations]}
+            if not outputs or call in outermost or call.dtype not in DTYPES_16_BIT:
+                continue
+            self._calls.append(call)
+            exact.append([view.find(each) for each in outputs])
+            own.add(call, outputs, inside)
+            rounded.add(call, outputs, inside)
+        return [
+            [[sample(each, self._examples) for each in outputs] for outputs in kinds]
+            for kinds in zip(exact, own.outputs(), rounded.outputs(), strict=True)
+        ]
 
-    def _compare(
-        self, path: str, call: LayerCall, exact: Outputs, random_numbers: RandomNumbers
-    ) -> None:
-        random_numbers.position = call.random_position
-        with self._own_precision(call.layer):
-            dtype = call.layer.compute_dtype
-            error = largest_error(_outputs_of(call.layer, call.args, call.kwargs), exact)
-        self.by_layer[path] = max(error, self.by_layer.get(path, 0.0))
-        if error <= HARMFUL_OUTPUT_ERROR:
-            return
-        random_numbers.position = call.random_position
-        args, kwargs = _rounded((call.args, call.kwargs), dtype)
-        error = largest_error(_outputs_of(call.layer, args, kwargs), exact)
-        self.of_rounded_inputs[path] = max(error, self.of_rounded_inputs.get(path, 0.0))
-
-    def _own_precision(self, layer: keras.Layer) -> contextlib.AbstractContextManager[None]:
-        return dtype_policies_replaced(
-            (inner, self._own_policies[id(inner)])
-            for inner in sublayers(layer)
-            if id(inner) in self._own_policies
-        )
+    def read(self, measured: Any, results: LayerResults) -> None:
+        """Adds what a run has measured to the results of its layers."""
+        for call, kinds in zip(self._calls, measured, strict=True):
+            path = self._path_of(call)
+            exact, own, rounded = (samples_of(each) for each in kinds)
+            error = largest_error(own, exact)
+            results.new_errors[path] = max(error, results.new_errors.get(path, 0.0))
+            if error > HARMFUL_OUTPUT_ERROR:
+                error = largest_error(rounded, exact)
+                results.input_errors[path] = max(error, results.input_errors.get(path, 0.0))
 
 
-def _outputs_of(layer: keras.Layer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Outputs:
-    # A scope of its own drops the losses that the layer adds, and what it assigns.
-    with without_tapes(), keras.StatelessScope(collect_losses=True):
-        return samples_of(layer(*args, **kwargs))
+class _Copies:
+    """Copies of the operations of calls, in a program that computes in float32.
 
+    Args:
+        name: A name for them.
+        view: The program.
+        rounds_inputs: Whether they compute in float32, with inputs that are rounded to the
+            precision of the layer; not in that precision.
+    """
 
-@contextlib.contextmanager
-def _attributes_restored(layer: keras.Layer) -> Iterator[None]:
-    """Restores the attributes of a layer: the user's code may keep a tensor, such as a loss."""
-    before = [(inner, dict(vars(inner))) for inner in sublayers(layer)]
-    try:
-        yield
-    finally:
-        for inner, attributes in before:
-            vars(inner).update(attributes)
+    def __init__(self, name: str, view: ProgramView, *, rounds_inputs: bool = False) -> None:
+        self._name, self._view, self._rounds_inputs = name, view, rounds_inputs
+        definition = view.rewritten if rounds_inputs else view.own
+        self._nodes = {
+            node.name: node for node in definition.node if not node.op.startswith(KEEPING_FORMAT)
+        }
+        self._copied = tf.compat.v1.GraphDef(versions=definition.versions)
+        self._inputs: dict[str, tf.Tensor] = {}
+        # The names of the copies; or an input that a call returns as it is.
+        self._outputs: list[list[str | tf.Tensor]] = []
 
+    def add(self, call: LayerCall, outputs: Sequence[tf.Tensor], inside: Set[str]) -> None:
+        """Adds the operations of a call."""
+        prefix = f"{self._name}_{len(self._outputs)}/"
+        waiting, done = list[str](), set[str]()
+        self._outputs.append([])
+        for output in outputs:
+            if output.op.name in inside and output.op.name in self._nodes:
+                self._outputs[-1].append(prefix + output.name)
+                waiting.append(output.op.name)
+            else:
+                self._outputs[-1].append(self._input(output.name, call.dtype))
+        while waiting:
+            name = waiting.pop()
+            if name in done:
+                continue
+            done.add(name)
+            node = self._copied.node.add()
+            node.CopyFrom(self._nodes[name])
+            node.name = prefix + name
+            node.attr.pop("_class", None)  # may name another operation
+            sources = [each for each in node.input if not each.startswith("^")]
+            node.input[:] = [prefix + each for each in sources]
+            for source in sources:
+                origin = source.partition(":")[0]
+                # Casts to the format of the program have no place in the step.
+                if origin in self._nodes and (origin in inside or origin.startswith(CAST)):
+                    waiting.append(origin)
+                else:
+                    self._inputs[prefix + source] = self._input(source, call.dtype)
 
-def _rounded(values: Any, dtype: str) -> Any:
-    """Returns a structure with its eager floats rounded to a dtype."""
-
-    def rounded(value: Any) -> Any:
-        if not is_eager_float(value):
+    def _input(self, source: str, dtype: str) -> tf.Tensor:
+        value, own_dtype = self._view.find_source(source)
+        if not value.dtype.is_floating:
             return value
-        result = tf.cast(tf.cast(value, dtype), value.dtype)
-        for name, attached in keras_internals.attached_to(value).items():
-            setattr(result, name, attached)
-        return result
+        if self._rounds_inputs:
+            return tf.cast(tf.cast(value, dtype), value.dtype)
+        return tf.cast(value, own_dtype)
 
-    return keras.tree.map_structure(rounded, values)
+    def outputs(self) -> list[list[tf.Tensor]]:
+        """Imports the copies into the program, and returns the outputs of each call."""
+        outputs = [each for outputs in self._outputs for each in outputs]
+        names = [each for each in outputs if isinstance(each, str)]
+        found = iter(
+            tf.graph_util.import_graph_def(
+                self._copied, self._inputs, return_elements=names, name="kmp_copies"
+            )
+        )
+        return [
+            [next(found) if isinstance(each, str) else each for each in outputs]
+            for outputs in self._outputs
+        ]

@@ -5,14 +5,13 @@ import contextlib
 import keras
 
 from kmp.backend.keras_internals import compute_dtypes
-from kmp.diagnosis import thresholds
 from kmp.records.replay import Comparison, Format16, OtherFormat, Overflow
-from kmp.replay.eager_pass import Passes, PassResult
+from kmp.replay.passes import Passes, PassResult
 from kmp.replay.precision_loss import Reference, gradient_errors, layer_errors
 from kmp.utils.float_formats import FLOAT16
 
 _MOST_NAMED = 100
-_DEFAULT_SCALE = 2.0**thresholds.LOG2_DEFAULT_SCALE
+_DEFAULT_SCALE = 2.0**15  # of `kmp.enable`
 OTHER_FORMATS: dict[str, Format16] = {"float16": "bfloat16", "bfloat16": "float16"}
 
 
@@ -39,11 +38,10 @@ def other_format(
 
     Returns:
         What the pass showed; without gradients, of a step that scales no loss. `None` if there is
-        no other format, the pass takes too long or is not possible, or it draws random numbers that
-        differ between dtypes.
+        no other format, or the pass takes too long or is not possible.
     """
     other = other_format_of(passes.model)
-    if other is None or exact.is_random:
+    if other is None:
         return None
     loss_scale = 1.0  # bfloat16 has the exponent range of float32
     if other == FLOAT16.name:
@@ -53,10 +51,8 @@ def other_format(
         result = passes.in_format(other, factor=factor, reference=exact)
     except Exception:  # the user's code may not take this format; the comparison stands
         return None
-    if result.is_random:
-        return None
     # A step in bfloat16 may scale no loss, and float16 would flush its gradients.
-    is_unscaled = bool(result.gradients) and not result.knows_loss
+    is_unscaled = bool(result.gradients) and (not result.knows_loss or result.factor != factor)
     if is_unscaled:
         loss_scale = 1.0
     if not result.is_finite:

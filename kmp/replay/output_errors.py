@@ -1,49 +1,42 @@
 """How far the outputs of a layer are from those in float32."""
 
 import math
-from typing import Any
+from collections.abc import Mapping, Sequence
 
-import keras
 import numpy as np
 import tensorflow as tf
 
-from kmp.replay.arrays import array_of
+from kmp.replay.arrays import array_of, norm_of
 
 LARGEST_ERROR = 1e6  # also stands for NaN and Inf
-_MOST_VALUES = 2**16  # of an output
+MOST_VALUES = 2**16  # of an output
 
 Outputs = list[np.ndarray]
 
 
-def is_eager_float(value: Any) -> bool:
-    """Whether a value is a float tensor that has a value."""
-    if not isinstance(value, tf.Tensor) or tf.is_symbolic_tensor(value):
-        return False
-    return bool(value.dtype.is_floating)
+def samples_of(outputs: Sequence[tf.Tensor]) -> Outputs:
+    """Returns the numbers that a program returns of a layer, in shape `(examples, values)`.
 
-
-def _is_eager_integer(value: Any) -> bool:
-    if not isinstance(value, tf.Tensor) or tf.is_symbolic_tensor(value):
-        return False
-    return bool(value.dtype.is_integer)
-
-
-def samples_of(outputs: Any, *, all_values: bool = False) -> Outputs:
-    """Returns the numbers in a layer's outputs as arrays of shape `(examples, values)`.
-
-    Floats are float32. Of large outputs, a part of the values, unless `all_values` is set.
+    Floats are float32, integers int64.
     """
     found = []
-    for output in keras.tree.flatten(outputs):
-        is_float = is_eager_float(output)
-        if not (is_float or _is_eager_integer(output)):
-            continue
+    for output in outputs:
         array = array_of(output)
         rows = len(array) if array.ndim else 1
         flat = array.reshape(rows, math.prod(array.shape[1:]))
-        stride = 1 if all_values else max(1, flat.size // _MOST_VALUES)
-        found.append(flat[:, ::stride].astype(np.float32 if is_float else np.int64))
+        found.append(flat.astype(np.float32 if output.dtype.is_floating else np.int64))
     return found
+
+
+def magnitudes_of(outputs: Mapping[str, Outputs]) -> dict[str, float]:
+    """Returns the largest finite magnitude of the floats in each layer's outputs, by path."""
+    magnitudes = {}
+    for path, values in outputs.items():
+        floats = [np.abs(each) for each in values if each.dtype == np.float32]
+        if floats:
+            largest = (each.max(initial=0.0, where=np.isfinite(each)) for each in floats)
+            magnitudes[path] = float(max(largest))
+    return magnitudes
 
 
 def relative_error(values: np.ndarray, exact: np.ndarray) -> float:
@@ -63,9 +56,9 @@ def relative_error(values: np.ndarray, exact: np.ndarray) -> float:
         return float(np.mean(values != exact))
     exact = exact.astype(np.float64)
     with np.errstate(invalid="ignore"):  # Inf - Inf
-        difference = float(np.linalg.norm(values - exact))
-        varying = float(np.linalg.norm(exact - exact.mean(axis=0)))
-        norm = float(np.linalg.norm(exact))
+        difference = norm_of(values - exact)
+        varying = norm_of(exact - exact.mean(axis=0))
+        norm = norm_of(exact)
     # Constants have no variation but that of rounding.
     scale = varying if varying > 1e-6 * norm else norm
     if not difference <= LARGEST_ERROR * scale:  # or NaN

@@ -12,16 +12,19 @@ import tensorflow as tf
 
 from kmp.backend import keras_internals
 from kmp.backend.keras_internals import sublayers
-from kmp.diagnosis import thresholds
 from kmp.records.gradient_sample import layer_of
 from kmp.records.replay import GradientError, LayerError, LostWeight, StateError
-from kmp.replay.arrays import array_of
-from kmp.replay.eager_pass import PassResult, as_array, float_states
-from kmp.replay.layer_marks import LARGEST_ERROR, LayerMarks
+from kmp.replay.arrays import array_of, inner_product, norm_of
+from kmp.replay.layer_results import LayerResults
+from kmp.replay.output_errors import LARGEST_ERROR
+from kmp.replay.passes import PassResult, as_array, float_states
 from kmp.utils.float_formats import FLOAT16
 
 _MOST_LAYERS = 200
 _OF_LENGTH_1 = 1e-3  # the rounding of a norm in float32 is far smaller
+_VANISHED = 1e-5  # of the largest gradients of any layer: smaller ones are not compared
+_MEASURED_ERROR = 0.1  # of gradients, from which their noise is measured, in another pass
+_LARGE_STATE_ERROR = 0.25  # of the update of a state, from which it is recorded, in two more
 
 
 @dataclass(frozen=True)
@@ -59,7 +62,7 @@ class Reference:
         return self.after()
 
 
-def layer_errors(own: PassResult, measured: LayerMarks | None = None) -> list[LayerError]:
+def layer_errors(own: PassResult, measured: LayerResults | None = None) -> list[LayerError]:
     """Returns the relative error of each layer's outputs, in the order of the calls.
 
     Of many layers, those with the largest errors.
@@ -136,21 +139,21 @@ def _state_error(
     exact = reference.exact.states.get(path)
     if exact is None or path not in result.states:
         return None
-    update = float(np.linalg.norm(exact - before))
+    update = norm_of(exact - before)
     if not np.isfinite(update) or update == 0:
         return None
-    error = float(np.linalg.norm(result.states[path] - exact)) / update
-    if error <= thresholds.HARMFUL_GRADIENT_ERROR:  # not if it is NaN
+    error = norm_of(result.states[path] - exact) / update
+    if error <= _LARGE_STATE_ERROR:  # not if it is NaN
         return None
     dtype = before.dtype.name
     if reference.half is None:
         return StateError(path, _bounded(error), 0.0, 0.0, dtype)
     # Of few elements, a small noise may be a coincidence.
-    difference = float(np.linalg.norm(reference.half.states[path] - exact))
+    difference = norm_of(reference.half.states[path] - exact)
     noise = difference / update * (1 + 3 / exact.size)
     if noise == 0 and _is_direction(exact):
         return None
-    following = float(np.linalg.norm(reference.following.states[path] - exact))
+    following = norm_of(reference.following.states[path] - exact)
     return StateError(
         path,
         _bounded(error),
@@ -166,7 +169,7 @@ def _is_direction(state: np.ndarray) -> bool:
     Rounding may turn it for long where singular values are nearly equal, but not the norm that it
     estimates.
     """
-    return state.size > 1 and abs(float(np.linalg.norm(state)) - 1.0) < _OF_LENGTH_1
+    return state.size > 1 and abs(norm_of(state) - 1.0) < _OF_LENGTH_1
 
 
 def _bounded(error: float) -> float:
@@ -184,7 +187,7 @@ class _Sums:
     def add(self, own: np.ndarray, exact: np.ndarray) -> None:
         """Adds the gradients of a variable."""
         self.difference += _square_sum(own - exact)
-        self.product += float(np.vdot(own, exact))
+        self.product += inner_product(own, exact)
         self.square += _square_sum(exact)
 
     @property
@@ -209,10 +212,10 @@ def gradient_errors(result: PassResult, reference: Reference) -> list[GradientEr
     """
     sums = _sums_by_layer(result, reference)
     largest = max((each.square for each in sums.values()), default=0.0)
-    limit = thresholds.VANISHED**2 * largest
+    limit = _VANISHED**2 * largest
     known = {layer: each for layer, each in sums.items() if each.square > limit}
     noise: dict[str, float] = {}
-    if any(each.error > thresholds.SMALL_GRADIENT_ERROR for each in known.values()):
+    if any(each.error > _MEASURED_ERROR for each in known.values()):
         noise = _noise_by_layer(result, reference, known)
     found = []
     for layer, each in known.items():

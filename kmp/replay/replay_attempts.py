@@ -59,7 +59,7 @@ class ReplayAttempts:
         """Replays fewer examples from now on than these; returns whether the batch has parts."""
         if replayed is None or self.takes_whole or is_ragged(replayed.data):
             return False
-        self.examples = max(_FEWEST, replayed.examples // 4)
+        self.examples = min(self.examples, max(_FEWEST, replayed.examples // 4))
         return True
 
     def took_too_long(self, replayed: CapturedBatch | None) -> None:

@@ -59,16 +59,7 @@ def both_formats(run: RunSummary) -> Table:
 
 def _measured(run: Run) -> _Replays:
     """Returns the replays of a run that compare both formats."""
-    return [(step, replay) for step, replay in run.replays if _has_both(replay)]
-
-
-def _has_both(replay: Replay) -> bool:
-    """Whether passes in both formats show what the formats change.
-
-    Not if only operation by operation a pass is not finite, unlike the compiled training step.
-    """
-    is_finite_compiled = replay.overflow is not None and replay.overflow.is_finite_compiled
-    return replay.other_format is not None and not is_finite_compiled
+    return [(step, replay) for step, replay in run.replays if replay.other_format is not None]
 
 
 def _headings(values: str, names: Sequence[str]) -> Row:

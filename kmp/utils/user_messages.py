@@ -4,13 +4,19 @@ import re
 import sys
 import textwrap
 import warnings
+from contextvars import ContextVar
 from types import FrameType
+
+# Whether this thread runs code of the user once more, which has warned before.
+is_quiet: ContextVar[bool] = ContextVar("is_quiet", default=False)
 
 _LIBRARIES = ("kmp", "kmp_cli", "keras", "tensorflow", "contextlib")
 
 
 def warn(message: str) -> None:
     """Issues a `UserWarning` at the innermost stack frame outside kmp, Keras and TensorFlow."""
+    if is_quiet.get():
+        return
 
     def is_of_library(frame: FrameType) -> bool:
         is_traced = "__autograph_generated_file" in frame.f_code.co_filename
@@ -28,6 +34,6 @@ def one_line(error: Exception) -> str:
 
     If it is empty, returns the name of the class.
     """
-    # TensorFlow's name of the operation comes first.
-    text = re.sub(r"\{\{function_node \S*\}\} ?", "", str(error))
+    # TensorFlow's name of the operation comes first, and Keras prints in bold.
+    text = re.sub(r"\{\{function_node \S*\}\} ?|\x1b\[\d*m", "", str(error))
     return textwrap.shorten(text or type(error).__name__, 200, placeholder=" ...")

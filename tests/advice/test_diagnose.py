@@ -14,7 +14,6 @@ import kmp
 from kmp.diagnosis import ERROR, INFO, WARNING, SetArguments, cure_of
 from kmp.records import Run
 from kmp.records.replay import (
-    LOSS_FUNCTION,
     BatchCheck,
     InvalidTargets,
     LayerSearch,
@@ -307,6 +306,46 @@ def test_initial_scale_that_skipped_many_steps_is_reported():
     assert kmp.advise(Run(rows, {"settings": DYNAMIC}))[0].evidence.startswith(
         "12 of the first 30 steps"
     )
+
+
+def test_initial_scale_at_which_all_steps_were_skipped_has_not_dropped_to_the_one_of_the_replay():
+    replay = overflow_of_gradients(float32_layers=[], usable_scale=2.0**4)
+    record = {"overflow_count": 8, "overflows_in_a_row": 8, "loss_scale": 2.0**7}
+    (finding,) = advice_of({"step": 8, "replay": replay} | record, initial_scale=2.0**15)
+    assert finding.cause == "initial_scale"
+    assert finding.evidence == (
+        "8 of the first 8 steps were skipped with a finite loss, and none trained; replayed, the"
+        " gradients are finite at a loss scale of 2^4"
+    )
+
+
+SHORT = {"step": 20, "overflows_in_a_row": 0, "loss_scale": 2.0**15}
+BAD_BATCH = replay_of(is_finite_in_float32=False, nonfinite_part="the batch's x")
+
+
+@pytest.mark.parametrize("overflows", [1, 2])
+@pytest.mark.parametrize(
+    ("records", "settings", "cause"),
+    [
+        ({}, {"rule": "FixedScale"}, "scale_too_large"),
+        ({}, {"growth_interval": 10}, "growth_interval_too_small"),
+        ({}, {"growth_interval": 20}, None),  # it has not grown
+        ({}, {"compute_dtypes": ["bfloat16"]}, "scale_too_large"),
+        ({"nonfinite_loss_count": True, "replay": BAD_BATCH}, {}, "data"),
+    ],
+)
+def test_one_skipped_step_of_a_short_run_is_no_pattern(overflows, records, settings, cause):
+    start = {"step": 1, "overflow_count": 0, "overflows_in_a_row": 0, "loss_scale": 2.0**15}
+    counts = {"overflow_count": overflows}
+    if "nonfinite_loss_count" in records:
+        counts["nonfinite_loss_count"] = overflows
+    advice = advice_of(start, SHORT | records | counts, **settings)
+    found = [(finding.cause, finding.severity) for finding in advice]
+    severity = WARNING if cause == "growth_interval_too_small" else ERROR
+    if overflows == 2 and cause:
+        assert found[0] == (cause, severity)
+    else:
+        assert (cause, severity) not in found
 
 
 def stuck_at(scale, step=40, usable=None):
@@ -925,6 +964,43 @@ def test_overflow_that_no_few_layers_cure_is_cured_by_float32_which_was_replayed
     assert finding.note.startswith("no few layers were found with")
 
 
+GROWN = [3.0**power for power in range(1, 25)]
+
+
+@pytest.mark.parametrize(
+    ("magnitudes", "values", "cause"),
+    [
+        (GROWN, {}, "exploding"),
+        (GROWN, {"float32_loss": None, "is_finite_in_float32": False}, "exploding"),
+        (GROWN, {"float32_layers": ["net/a"]}, "forward_overflow"),
+        ([*GROWN, 4.0], {}, "forward_overflow"),  # a normalization follows
+        ([1.0, 1e12, 2e12], {}, "forward_overflow"),  # one layer makes it
+        ([each / 1e6 for each in GROWN], {}, "forward_overflow"),
+        (GROWN, {"largest_input": 1e6}, "forward_overflow"),
+    ],
+)
+def test_activations_that_grow_from_layer_to_layer_are_no_matter_of_a_format(
+    magnitudes, values, cause
+):
+    found = [operation("MatMul", "inf", layer="net/conv")]
+    replay = replay_of(
+        **{"float32_loss": 1e9, "is_finite_in_float32": True, "float32_layers": None}
+        | {"nonfinite": found, "nonfinite_outputs": ["net/conv"]}
+        | {key: value for key, value in values.items() if key != "largest_input"}
+    )
+    by_path = {f"net/{index}": each for index, each in enumerate(magnitudes)}
+    batch = BatchCheck(largest_input=values.get("largest_input", 0.5))
+    overflow = replace(replay.overflow, magnitudes=by_path)
+    finding = advice_of(
+        overflow_row(replace(replay, overflow=overflow, batch=batch)), layers=LAYERS
+    )[0]
+    assert finding.cause == cause
+    if cause == "exploding":
+        assert finding.title.endswith("and reach 2.8e+11 in float32 too.")
+        assert "24 layers enlarge inputs up to 1, by 3 times on average" in finding.evidence
+        assert finding.edits == ()
+
+
 def hidden(found):
     """Returns a replay with a finite loss: only the gradients show an operation's Inf."""
     values = {"nonfinite": [found, operation("Mul", is_backward=True)], "float32_layers": ["net/a"]}
@@ -953,21 +1029,6 @@ def test_nan_or_inf_that_the_losses_of_the_training_do_not_show_is_the_cause(
 ):
     (finding,) = advice_of(STUCK | {"replay": replay}, layers=LAYERS)
     assert (finding.cause, finding.location) == (cause, location)
-
-
-def test_nan_of_a_replay_is_a_warning_if_no_step_was_skipped_and_a_compiled_pass_was_finite():
-    row = {"step": 100, "overflow_count": 0, "loss_scale": 2.0**15}
-    compiled = replay_of(is_finite_in_float32=True, is_finite_compiled=True, **IN_LOSS)
-    (finding,) = advice_of(row | {"replay": compiled}, layers=LAYERS).problems
-    assert (finding.cause, finding.severity, finding.location) == ("uncompiled", "warning", "net/a")
-    logarithm = Overflow([operation("Log", "inf", LOSS_FUNCTION)], is_finite_compiled=True)
-    in_loss = replace(compiled, overflow=logarithm)
-    for other in (NAN_IN_LOSS, in_loss, hidden(operation("Cast", "inf", constant=-1e9))):
-        assert causes(row | {"replay": other}) == []
-    assert (
-        causes(row | {"replay": compiled}, row | {"step": 200, "replay": clean_replay(1.0)}) == []
-    )
-    assert "uncompiled" not in causes(row | {"overflow_count": 1, "replay": compiled})
 
 
 def test_nan_of_a_replay_is_no_cause_if_a_scale_that_falls_at_the_start_explains_skipped_steps():

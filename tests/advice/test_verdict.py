@@ -145,7 +145,7 @@ OPEN = {
     ),
     "nothing captured": (
         [row(1), *LATER],
-        "compared (none was captured); to find out: kmp.guard(optimizer, model) around",
+        "none was captured: kmp sees the training step of a loop only in a `tf.function`",
         {"replay": True},
     ),
     "failed replay": (
@@ -180,13 +180,13 @@ OPEN = {
     "outputs that differ at the start": (
         [compared(row(1), 0.08), row(50), compared(row(100), 0.02)],
         (
-            "what the errors of outputs or gradients at step 1 did to the training; to find out: a"
-            " training in float32"
+            "what the errors of outputs or gradients at step 1, in 1 of 2 comparisons, did to the"
+            " training; to find out: a training in float32"
         ),
     ),
     "gradients that differ at the start": (
         [compared(row(1), gradient_errors=HARMFUL_GRADIENTS), row(50), compared(row(100))],
-        "what the errors of outputs or gradients at step 1 did to the training",
+        "what the errors of outputs or gradients at step 1, in 1 of 2 comparisons, did to",
     ),
     "states not measured": (
         [compared(row(1)), compared(row(50), state_errors=None), compared(row(100))],
@@ -469,6 +469,42 @@ def test_no_cure_is_for_errors_that_another_cause_explains(errors, other, layers
     ]
     cure = cure_of(Run(rows, {"settings": SETTINGS}))
     assert (cure and cure.layers) == layers
+
+
+# Of comparisons in the order of their steps, which have harmful errors.
+ONE_OF_SIX, LATE_HARM = [0, 0, 0, 0, 0, 1], [0, 0, 0, 1, 1, 1]
+
+
+@pytest.mark.parametrize(
+    ("harmful", "errors", "cause", "layers"),
+    [
+        (ONE_OF_SIX, GRADIENTS_DIFFER, None, None),
+        ([0, 0, 0, 0, 1, 1], GRADIENTS_DIFFER, None, None),
+        (LATE_HARM, GRADIENTS_DIFFER, "precision_loss", ("net/dense",)),
+        ([1, 1, 0, 1, 0, 1], GRADIENTS_DIFFER, "precision_loss", None),  # a repair needs a row
+        ([0, 1], GRADIENTS_DIFFER, "precision_loss", None),
+        ([1, 1, 1, 1, 1, 0], GRADIENTS_DIFFER, None, None),  # harm that has passed
+        (ONE_OF_SIX, OUTPUTS_DIFFER, "precision_loss", ("net/dense",)),
+    ],
+)
+def test_comparisons_since_the_last_repair_agree_on_harm_before_it_is_a_problem(
+    harmful, errors, cause, layers
+):
+    found = {"float32_layers": ["net/dense"], **errors}
+    before = [compared(row(step), **found) for step in (1, 2, 3)]
+    repair = row(4, fallback=["net/other"])
+    rows = [
+        compared(row(step), **(found if is_harmful else {}))
+        for step, is_harmful in zip(range(10, 100, 10), harmful, strict=False)
+    ]
+    run = Run([*before, repair, *rows, row(rows[-1]["step"] + 1)], {"settings": SETTINGS})
+    advice, cure = kmp.advise(run), cure_of(run)
+    assert [finding.cause for finding in advice.problems] == ([cause] if cause else [])
+    assert (cure and cure.layers) == layers
+    if not cause:
+        count = f"in {sum(harmful)} of {len(harmful)} comparisons, did to the training"
+        assert advice.verdict.startswith(UNKNOWN)
+        assert count in advice.verdict
 
 
 def test_loss_that_overflows_inside_and_stays_finite_is_found_where_it_overflows():

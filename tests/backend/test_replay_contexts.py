@@ -10,52 +10,31 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from conftest import another_thread
-from tensorflow.python.eager.context import Context
 from tensorflow.python.eager.polymorphic_function.polymorphic_function import Function
-from tensorflow.python.ops import gen_random_ops
 
 from kmp import backend
+from kmp.backend.inventory import Reason
+from kmp.backend.patching import patches
 from kmp.backend.state_rollback import state_restored
-from kmp.backend.tensorflow_internals import (
-    after_each_gradient,
-    equal_random_numbers,
-    functions_run_eagerly,
-    watching_operations,
-)
-from kmp.backend.thread_overrides import (
-    dtype_policies_replaced,
-    own_method,
-    variable_dtype_replaced,
-)
+from kmp.backend.tensorflow_internals import functions_run_eagerly
+from kmp.backend.thread_overrides import own_method
 from kmp.backend.undo import Undos
 
 
 @contextlib.contextmanager
 def changed(layer):
-    """Everything that a replay changes."""
+    """What a trace for a replay changes, and a trace that counts traffic."""
     with Undos() as undos, undos.first_attempt():
-        undos.enter(equal_random_numbers())
+        undos.enter(patches.holding(Reason.REPLAY))
         undos.enter(state_restored(layer))
         undos.enter(functions_run_eagerly())
         undos.enter(own_method(layer, "call", lambda call: lambda x: call(x) + 1))
-        undos.enter(dtype_policies_replaced([(layer, keras.DTypePolicy("float16"))]))
-        undos.enter(variable_dtype_replaced(layer.kernel, "float16"))
-        undos.enter(after_each_gradient(list, lambda _: None))
-        undos.enter(watching_operations(lambda *_: None))
         yield
 
 
 def patched():
-    """What a replay patches for all threads, and what it sets for one."""
-    names = ("random_standard_normal", "random_uniform", "random_uniform_int", "truncated_normal")
-    return {
-        **{name: getattr(gen_random_ops, name) for name in names},
-        "gradient": tf.GradientTape.gradient,
-        "seed": Context._internal_operation_seed,
-        "eager": Function._run_functions_eagerly,
-        "policy": "_dtype_policy" in vars(keras.Layer),
-        "dtype": "_dtype" in vars(keras.Variable),
-    }
+    """What a replay patches for all threads."""
+    return {patch.name for patch in patches.applied()}, Function._run_functions_eagerly
 
 
 def dense():
@@ -64,21 +43,19 @@ def dense():
     return layer
 
 
-def test_another_thread_uses_its_own_functions_policies_and_methods():
+def test_another_thread_uses_its_own_functions_and_methods():
     layer, x = dense(), np.ones((1, 2), "float32")
     ran = []
     function = tf.function(lambda: ran.append(tf.executing_eagerly()))
 
     def seen():
         function()
-        return float(layer(x)[0, 0]), layer.compute_dtype, layer.kernel.dtype
+        return float(layer(x)[0, 0])
 
     with another_thread() as call:
         with changed(layer):
-            assert call(seen) == (2.0, "float32", "float32")
-            assert seen() == (3.0, "float16", "float16")
-            assert call(seen) == (2.0, "float32", "float32")
-        assert call(seen) == seen() == (2.0, "float32", "float32")
+            assert (call(seen), seen(), call(seen)) == (2.0, 3.0, 2.0)
+        assert call(seen) == seen() == 2.0
     assert ran == [False, True]  # traced once, by the other thread
 
 
@@ -103,32 +80,8 @@ def test_a_method_that_is_replaced_twice_in_a_thread_calls_the_first_replacement
         assert float(layer(np.ones((1, 2)))[0, 0]) == 6.0
 
 
-def test_random_numbers_of_the_thread_and_of_others_go_on_as_if_nothing_was_drawn():
-    def drawn(draws_between):
-        tf.random.set_seed(7)
-        numbers = [float(tf.random.uniform(()))]
-        with another_thread() as call, contextlib.ExitStack() as stack:
-            if draws_between:
-                stack.enter_context(equal_random_numbers())
-                tf.random.uniform(()), tf.random.gamma((), 1.0)
-            numbers.append(call(lambda: float(tf.random.uniform(()))))
-            stack.close()
-        return [*numbers, float(tf.random.uniform(()))]
-
-    assert drawn(True) == drawn(False)
-
-
-def test_equal_random_numbers_are_equal_in_each_context():
-    drawn = []
-    for _ in range(2):
-        with equal_random_numbers():
-            drawn.append([float(tf.random.normal(())), float(tf.random.uniform(()))])
-        tf.random.normal(())
-    assert drawn[0] == drawn[1]
-
-
 def test_vectorized_map_traces_its_function_also_where_functions_run_eagerly():
-    with functions_run_eagerly():
+    with patches.holding(Reason.REPLAY), functions_run_eagerly():
         squares = tf.vectorized_map(lambda x: x * x, tf.constant([1.0, 2.0]))
     assert squares.numpy().tolist() == [1.0, 4.0]
 
@@ -136,7 +89,7 @@ def test_vectorized_map_traces_its_function_also_where_functions_run_eagerly():
 def test_operations_that_keras_compiles_are_compiled_also_where_functions_run_eagerly(caplog):
     images = tf.ones((1, 5, 5, 4))
     convolution = keras.layers.Conv2D(2, 3, groups=2, kernel_initializer="ones")
-    with functions_run_eagerly():
+    with patches.holding(Reason.REPLAY), functions_run_eagerly():
         with tf.GradientTape() as tape:
             total = tf.reduce_sum(convolution(images))
         [gradient] = tape.gradient(total, [convolution.kernel.value])
@@ -192,7 +145,6 @@ def test_ctrl_c_at_any_line_leaves_nothing_changed_and_no_lock_locked(first):
             interrupted_at(number, run)
         assert patched() == before, number
         assert "call" not in vars(layer), number
-        assert (layer.compute_dtype, layer.kernel.dtype) == ("float32", "float32"), number
         keras.Variable(0.0)  # not in a stateless scope
         threads.submit(run).result(timeout=60)
         del interrupt

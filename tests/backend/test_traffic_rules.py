@@ -2,7 +2,8 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from kmp.backend.graph_traffic import Cost, traffic_of
+from kmp.backend.graph_operations import Cost
+from kmp.backend.graph_traffic import traffic_of
 
 X = tf.TensorSpec((4, 8), tf.float32)  # 32 elements: 128 bytes
 
@@ -70,8 +71,8 @@ def test_what_reaches_no_output_and_no_state_is_pruned():
             outputs = tf.raw_ops.FusedBatchNormV3(x=image, **scale)
         return tape.gradient(outputs.y, x, tf.reshape(x, (1, 4, 1, 8)))
 
-    counted = traffic(step, X)
-    assert set(counted.by_type) == {"RandomUniform", "FusedBatchNormV3", "FusedBatchNormGradV3"}
+    types = set(traffic(step, X).by_type) - {"Transpose"}
+    assert types == {"RandomUniform", "FusedBatchNormV3", "FusedBatchNormGradV3"}
 
 
 def test_small_results_of_constants_and_shapes_are_folded():
@@ -123,24 +124,20 @@ def test_loop_counts_its_maximum_number_of_iterations_if_it_is_known():
     assert traffic(gradient, X).by_type["Mul"] == Cost(5, 15 * 128, 15 * 128)
 
 
-def test_compiled_call_counts_its_tensors_variables_and_reductions():
+def test_compiled_call_reads_and_writes_each_variable_once():
     large, small = tf.Variable(tf.ones((200, 100))), tf.Variable(tf.ones(10))  # 80,000 and 40 bytes
 
     @tf.function(jit_compile=True, autograph=False)
-    def update(gradient, other, is_finite):
+    def update(gradient, other):
         large.assign(large - tf.cast(gradient, tf.float32) * 0.1)
-        tf.cond(is_finite, lambda: small.assign_add(other), lambda: small)
+        small.assign_add(other)
 
-    specs = tf.TensorSpec((200, 100), tf.float16), tf.TensorSpec(10), tf.TensorSpec((), tf.bool)
+    specs = tf.TensorSpec((200, 100), tf.float16), tf.TensorSpec(10)
     counted = traffic(update, *specs)
-    expected = 40_000 + 40 + 1 + 2 * (80_000 + 40)  # the tensors; each variable is read and written
-    assert (counted.compiled_calls, counted.compiled_kernels, counted.compiled_bytes) == (
-        1,
-        3,
-        expected,
-    )
-    assert (counted.kernels, counted.bytes) == (3, expected)
-    assert counted.float32_bytes == 40 + 2 * (80_000 + 40)
+    in_float32 = 2 * 80_000 + 3 * 40
+    assert counted.compiled_calls == 1
+    assert counted.compiled == Cost(2, 40_000 + in_float32, in_float32)
+    assert (counted.kernels, counted.bytes) == (2, 40_000 + in_float32)
     assert counted.host_decisions == 0
 
 
@@ -156,7 +153,7 @@ def test_gradient_of_a_compiled_function_is_compiled():
         return tape.gradient(outputs, x)
 
     counted = traffic(step, X)
-    assert (counted.compiled_calls, counted.compiled_kernels) == (2, 2)
+    assert (counted.compiled_calls, counted.compiled.kernels) == (2, 2)
     assert not set(counted.by_type) & {"Exp", "Tanh", "TanhGrad"}
 
 
@@ -178,7 +175,7 @@ def test_kept_bytes_are_those_of_forward_tensors_that_the_backward_pass_reads():
 
 
 def test_bytes_are_attributed_to_the_owners_of_operations():
-    def owner(name):
+    def owner(name, op):
         scopes = name.split("/")
         return next((scope for scope in scopes if scope in ("a", "b", "c")), "")
 

@@ -2,7 +2,8 @@
 
 import pytest
 
-from kmp.backend.graph_traffic import Cost, Traffic
+from kmp.backend.graph_operations import Cost
+from kmp.backend.graph_traffic import Traffic
 from kmp.bench import Device, Step, StepComparison
 from kmp.bench.limits import limit_of
 
@@ -15,7 +16,7 @@ BY_COUNTS = "(by counts, as TensorFlow sees no GPU)"
 def traffic(kernels=100, bytes=8_000_000_000, **float32):
     owners = {name: Cost(1, share, share) for name, share in float32.items()}
     in_float32 = sum(float32.values())
-    return Traffic(kernels, bytes, in_float32, 0, 0, 0, 0, 0, {}, owners)
+    return Traffic(kernels, bytes, in_float32, 0, Cost(), 0, 0, Cost(), {}, owners)
 
 
 def compared(device=H100, graph=(100, 50), xla=(100, 50), counted=None, **fields):

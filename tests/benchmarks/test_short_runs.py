@@ -24,6 +24,7 @@ BENCHMARKS = (
         "memory",
         "optimizer_step",
         "replay_cost",
+        "replica_step",
         "training_cost",
         "sampling_cost",
     ),
@@ -85,3 +86,12 @@ def test_short_run_of_gpu_writes_each_result_and_the_error_of_a_variant(
     )
     assert not (tmp_path / "none.json").exists()
     assert capsys.readouterr().out.count("not measured") == 4
+
+
+def test_short_run_of_gpu_measures_layers_and_a_replica(tmp_path):
+    out = tmp_path / "gpu.json"
+    gpu.main(["--quick", "--only", "layers", "replica-graph", "replica-xla", "--out", str(out)])
+    written = json.loads(out.read_text())
+    assert {each["variant"] for each in written["layers"]} >= {"Keras", "kmp"}
+    assert [each["part"] for each in written["results"]] == ["replica-graph", "replica-xla"]
+    assert all(each["step"]["median"] > 0 for each in written["results"])

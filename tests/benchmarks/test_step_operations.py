@@ -40,7 +40,7 @@ def test_operations_of_all_layers_are_counted(counts):
 
 def test_kmp_with_callbacks_adds_at_most_these_operations(counts):
     fixed, per_norm, per_variable = added(counts[WITH_CALLBACKS], counts[BARE])
-    assert fixed <= 61
+    assert fixed <= 64  # nine of these, which keep the batch, run on the host
     assert per_norm <= 6
     assert per_variable <= 2
 

@@ -213,6 +213,25 @@ def test_training_that_suits_a_loss_scale_below_1_is_not_repaired():
     assert run.last("fallback") is None
 
 
+def test_training_whose_gradients_inside_of_a_layer_suit_a_lower_scale_is_not_repaired():
+    with kmp.enable(initial_scale=2.0**8):
+        # Inside, the gradients are 1000 times as large as those of the outputs.
+        in_meters = layers.Lambda(lambda x: 1000.0 * ops.tanh(x / 1000.0), name="in_meters")
+        parts = layers.Dense(4, name="before"), in_meters, layers.Dense(1, name="depth")
+        model = sequential(*parts, optimizer=keras.optimizers.SGD(1e-9), run_eagerly=True)
+    (monitor,) = callbacks = defaults()
+    x, y = np.ones((240, 4)), np.full((240, 1), 3e3)
+    model.fit(x, y, batch_size=8, verbose=0, callbacks=callbacks)
+    failed = [replay for _, replay in monitor.run.replays if not replay.is_finite]
+    assert failed[0].search.is_found
+    assert failed[0].float32_layers == []
+    assert monitor.run.last("fallback") is None
+    # The training goes on near the scale at which the replay was finite.
+    assert failed[0].gradients.usable_scale <= model.optimizer.snapshot().loss_scale < 4.0
+    causes = [finding.cause for finding in kmp.advise(monitor.run).problems]
+    assert causes == ["initial_scale"]  # 11 steps of 30 were skipped
+
+
 def test_layers_that_are_sound_only_below_a_fixed_loss_scale_keep_their_dtype():
     with kmp.enable(loss_scale=2.0**60):
         parts = Cube(name="cube"), layers.BatchNormalization(name="norm"), layers.Dense(1)
@@ -291,6 +310,27 @@ def test_overflow_in_more_layers_than_are_repaired_is_a_warning_while_the_traini
         train(model, defaults(on_nonfinite="ignore"), epochs=4)
     assert len(user_warnings(warned)) == 1
     assert {dtype for name, dtype in dtypes(model).items() if "times" in name} == {"float16"}
+
+
+def test_network_that_explodes_in_float32_too_is_told_to_start_smaller(tmp_path):
+    with kmp.enable():
+        large = keras.initializers.Constant(4.0)
+        chain = [layers.Dense(1, kernel_initializer=large, name=f"d{each}") for each in range(26)]
+        model = sequential(*chain, optimizer=keras.optimizers.SGD(0.0), run_eagerly=True)
+    message = (
+        "grow from layer to layer, and reach .* kmp found no few layers.*\n  a smaller scale of"
+    )
+    callbacks = defaults(tmp_path / "run", on_nonfinite="ignore")
+    with pytest.warns(UserWarning, match=message):
+        model.fit(
+            np.ones((160, 4)), np.ones((160, 1)), batch_size=8, verbose=0, callbacks=callbacks
+        )
+    run = kmp.load_run(tmp_path / "run")
+    magnitudes = [*run.replays[-1][1].overflow.magnitudes.values()]
+    np.testing.assert_allclose(magnitudes[:26], 4.0 ** np.arange(2, 28), rtol=0.01)
+    (finding,) = kmp.advise(run).problems
+    assert (finding.cause, finding.change) == ("exploding", "")
+    assert "26 layers enlarge inputs up to 1, by 4.2 times on average" in finding.evidence
 
 
 class Curve(OwnStep):
@@ -526,17 +566,10 @@ def test_overflow_that_the_compiled_step_does_not_have_changes_no_layer():
     callbacks = defaults(on_nonfinite="ignore")
     model.fit(x, x[:, :1] > 90, batch_size=8, epochs=2, verbose=0, callbacks=callbacks)
     replays = [replay for _, replay in callbacks[0].run.replays]
-    assert [replay.is_finite for replay in replays] == [False] * len(replays)
-    assert replays[0].float32_layers
+    assert [replay.is_finite for replay in replays] == [True] * len(replays)
     run = callbacks[0].run
     assert run.last("fallback") is None
-    (problem,) = kmp.advise(run).problems
-    assert (problem.cause, problem.severity) == ("uncompiled", "warning")
-    assert problem.change == "kmp.layers.Float32(Small(..., name='small'))"
-    assert (
-        "no step was skipped; replayed, Mul in layer 'small' is the first to return inf"
-        in problem.evidence
-    )
+    assert not kmp.advise(run).problems
     assert not np.isfinite(model(x)).all()
 
 
@@ -624,3 +657,22 @@ def test_without_replays_nothing_is_repaired():
     assert not Monitor(replay=False).repair
     with pytest.raises(TypeError, match="`repair` must be True or False"):
         Monitor(repair=3)
+
+
+def test_model_with_a_converted_function_is_repaired():
+    """Code of a `tf.function` may have an `if` on a tensor, which TensorFlow converts."""
+
+    class Checked(keras.layers.Layer):
+        @tf.function
+        def call(self, x):
+            if tf.reduce_sum(x) > 6e4:
+                x = x * 0.5
+            return x
+
+    with kmp.enable():
+        parts = [Checked(name="checked"), Cube(name="cube"), keras.layers.Dense(1, name="head")]
+    model = keras.Sequential([keras.Input((4,)), *parts])
+    model.compile(kmp.wrap(keras.optimizers.SGD(1e-9)), "mse", jit_compile=False)
+    with pytest.warns(UserWarning, match="kmp set the layer.* to float32"):
+        train(model, defaults(), epochs=1)
+    assert model.optimizer.snapshot().overflows_in_a_row == 0

@@ -11,8 +11,8 @@ import tensorflow as tf
 from conftest import training_rates
 
 import kmp
-from kmp.bench import environment_variables, precision
-from kmp.bench.measurement import MeasurementError
+from kmp.bench import environment_variables, layer_times, precision
+from kmp.bench.measurement import MeasurementError, comparison
 from kmp.enabling import Gpu
 from kmp_cli import doctor, main
 from kmp_cli.doctor import ERROR, INFO, OK, WARNING
@@ -366,8 +366,29 @@ def environment_of_processes(monkeypatch):
         return ran
 
     monkeypatch.setattr(precision, "measure_machine", lambda: training_rates(2.0, 1.0))
+    monkeypatch.setattr(layer_times, "measure_layers", lambda rows, images: [])
     monkeypatch.setattr(environment_variables, "in_new_process", run)
     return set_up
+
+
+@pytest.mark.usefixtures("without_gpu_checks")
+def test_times_of_layers_on_a_gpu_say_which_way_is_in_use(
+    machine, environment_of_processes, monkeypatch, capsys, tmp_path
+):
+    machine(gpus=[A100])
+    environment_of_processes(100.0)
+
+    def measured(rows, images):
+        for case, seconds in (("gelu", 1e-5), ("softmax", 4e-5)):
+            yield comparison("layers", case, "graph", {"Keras": [2e-5] * 2, "kmp": [seconds] * 2})
+
+    monkeypatch.setattr(layer_times, "measure_layers", measured)
+    assert main(["doctor", "--json", str(tmp_path / "doctor.json")]) == 0
+    printed = capsys.readouterr().out
+    assert re.search(r"gelu +│ kmp +│ +10 │ +0.50", printed)
+    assert "Slower than Keras' here: softmax. kmp.enable(jit_compile=False)" in printed
+    written = json.loads((tmp_path / "doctor.json").read_text())["layers"]
+    assert [result["value"] for result in written["results"]] == [2e-5, 1e-5, 2e-5, 4e-5]
 
 
 @pytest.mark.parametrize(

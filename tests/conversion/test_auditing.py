@@ -443,10 +443,84 @@ def test_model_with_several_inputs_and_a_fixed_batch_is_traced():
         )
     traffic = kmp.audit(model).traffic
     assert traffic.batch_size == 4
-    assert json.loads(json.dumps(kmp.audit(model).to_dict()))["traffic"] == {
+    written = json.loads(json.dumps(kmp.audit(model).to_dict()))["traffic"]
+    assert {key: written[key] for key in ("float32_share", "by_class", "batch_size")} == {
         "float32_share": traffic.float32_share,
         "by_class": traffic.by_class,
         "batch_size": 4,
+    }
+
+
+class OwnRms(layers.Layer):
+    """Computes in float32, as the normalization of a language model."""
+
+    def build(self, shape):
+        self.scale = self.add_weight(shape=shape[-1:], initializer="ones")
+
+    def call(self, inputs):
+        x = keras.ops.cast(inputs, "float32")
+        x *= keras.ops.rsqrt(keras.ops.mean(x**2, -1, keepdims=True) + 1e-6)
+        return keras.ops.cast(x, self.compute_dtype) * self.scale
+
+
+class OwnAttention(layers.Layer):
+    """Has a softmax in float32, whose result it casts back."""
+
+    def __init__(self):
+        super().__init__()
+        self.softmax = layers.Softmax(dtype="float32", name="own_softmax")
+
+    def call(self, inputs):
+        scores = keras.ops.matmul(inputs, keras.ops.transpose(inputs, (0, 2, 1)))
+        weights = keras.ops.cast(self.softmax(scores), self.compute_dtype)
+        return keras.ops.matmul(weights, inputs)
+
+
+def test_audit_says_why_each_class_of_layers_moves_float32():
+    def language_model():
+        embedding = layers.Embedding(100, 16), layers.Dense(16, name="hidden")
+        head = layers.Dense(100, dtype="float32", name="head")
+        normalized = layers.UnitNormalization(name="unit"), OwnRms(name="rms")
+        return [*embedding, *normalized, OwnAttention(), head]
+
+    traffic = float32_shares(language_model, shape=(64,))
+    causes = {(each.class_name, each.reason): each for each in traffic.causes}
+    of_kmp = "kmp keeps it in float32: its sum of squares is Inf or 0 in float16"
+    expected = {
+        ("Dense", "its dtype is float32"): "head",
+        ("Dense", "its weights and their gradients are float32"): "hidden",
+        ("Softmax", "its dtype is float32"): "own_softmax",
+        ("UnitNormalization", of_kmp): "unit",
+        ("OwnRms", f"its code in {__name__} computes in float32"): "rms",
+    }
+    for key, name in expected.items():
+        assert [path.rpartition("/")[2] for path in causes[key].layers] == [name]
+    assert ("OwnAttention", "it casts from or to a layer in float32") in causes
+    for name, share in traffic.by_class.items():
+        of_class = sum(each.share for each in traffic.causes if each.class_name == name)
+        assert of_class == pytest.approx(share) or name == "operations outside layers"
+    head = causes["Dense", "its dtype is float32"]
+    line = f"  Dense {head.share:.0%}: its dtype is float32 ({head.layers[0]})"
+    assert line in traffic.largest_causes
+
+
+def test_cast_of_float32_inputs_is_neither_code_nor_a_layer_in_float32():
+    with kmp.enable():
+        inputs = keras.Input((16, 32))
+        hidden = layers.Dense(32)(inputs)
+        exact = layers.Activation("tanh", dtype="float32")(layers.Add()([inputs, hidden]))
+        model = keras.Model(inputs, layers.Dense(8)(exact))
+    traffic = kmp.audit(model).traffic
+    reasons = {(path, each.reason) for each in traffic.causes for path in each.layers}
+    first, add, activation, last = (layer.path or layer.name for layer in model.layers[1:])
+    of_inputs = "it casts the inputs of the model, which have dtype float32"
+    assert reasons == {
+        (first, of_inputs),
+        (first, "its weights and their gradients are float32"),
+        (add, of_inputs),
+        (activation, "its dtype is float32"),
+        (last, "it casts from or to a layer in float32"),
+        (last, "its weights and their gradients are float32"),
     }
 
 
@@ -463,17 +537,18 @@ def test_audit_says_whether_keras_compiles_the_model_with_xla(one_replica):
         'On a GPU, jit_compile="auto", the default of `compile`, compiles this model with XLA.'
     )
     assert jit_compile() == default
-    assert (
-        jit_compile(jit_compile=True)
-        == "The model is compiled with jit_compile=True: XLA compiles it."
-    )
+    assert jit_compile(jit_compile=True) == "With jit_compile=True, XLA compiles this model."
     assert "run_eagerly=True: XLA does not compile it" in jit_compile(run_eagerly=True)
     refused = 'jit_compile="auto" does not compile this model with XLA: '
     rotation, crop = layers.RandomRotation(0.1), layers.RandomCrop(4, 4)
     assert jit_compile(rotation) == f"{refused}RandomRotation does not support it."
     assert jit_compile(rotation, crop) == f"{refused}RandomCrop, RandomRotation do not support it."
     with one_replica.scope():
-        assert jit_compile() == f"{refused}it was built under a tf.distribute strategy."
+        replica = "each replica's pass of this model"
+        assert jit_compile() == default.replace("this model", replica)
+    with kmp.enable("float32"):
+        assert jit_compile(jit_compile="auto") == default
+        assert "jit_compile=False: XLA does not" in jit_compile(jit_compile=False)
 
 
 def test_model_without_a_float_output_has_no_share():

@@ -83,10 +83,11 @@ def test_converted_model_is_saved_with_what_it_computes_and_its_float32_model_wi
 
     x = np.random.default_rng(0).normal(3.0, 2.0, (512, 8)).astype("float32")
     model = kmp.convert(built("float32"))
-    # The code of Keras rounds once more than that of kmp, or once less.
-    assert np.abs(model.layers[0](x) - built("mixed_float16").layers[0](x)).max() > 0
     model.save(tmp_path / "mixed.keras")
     loaded = keras.models.load_model(tmp_path / "mixed.keras")
+    # On a CPU, both compute as that of Keras.
+    own_calls = ["call" in vars(each.layers[0]) for each in (model, loaded, built("float16"))]
+    assert own_calls == [True, True, False]
     np.testing.assert_array_equal(loaded.predict(x, verbose=0), model.predict(x, verbose=0))
     kmp.to_float32(loaded).save(tmp_path / "float32.keras")
     assert policies_in(tmp_path / "float32.keras") == {None}

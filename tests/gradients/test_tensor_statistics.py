@@ -30,11 +30,14 @@ def tensors_of(*shapes):
 
 
 @pytest.mark.parametrize(
-    ("run_step", "is_deterministic"),
-    [("graph", False), ("graph", True), ("xla", False)],
+    ("run_step", "is_deterministic", "copies"),
+    # 32 copies are too many for one pass in graph mode.
+    [("graph", False, 1), ("graph", False, 32), ("graph", True, 1), ("xla", False, 1)],
     indirect=["run_step"],
 )
-def test_counts_of_one_and_of_several_gradients_are_exact_for_any_bits(is_deterministic, run_step):
+def test_counts_of_one_and_of_several_gradients_are_exact_for_any_bits(
+    is_deterministic, run_step, copies
+):
     bits = np.random.default_rng(1).integers(0, 2**32, 9000, dtype=np.uint64).astype(np.uint32)
     bits[::3] &= 0x807FFFFF  # subnormals of either sign
     bits[1::3] &= 0xFF80000F  # powers of two, Infs
@@ -44,7 +47,8 @@ def test_counts_of_one_and_of_several_gradients_are_exact_for_any_bits(is_determ
     )
     every_float16 = np.arange(2**16, dtype=np.uint16).view(np.float16)
     arrays = [
-        *(each.view(np.float32) for each in (bits, bits[:1], of_every_bit_length)),
+        np.tile(bits, copies).view(np.float32),
+        *(each.view(np.float32) for each in (bits[:1], of_every_bit_length)),
         every_float16,
     ]
 

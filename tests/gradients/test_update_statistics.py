@@ -89,6 +89,18 @@ def test_step_that_updates_no_weights_is_not_measured_and_the_next_sample_is(
     assert measured == [sample.step for sample in samples if sample.step < expected[0]] + expected
 
 
+def test_weights_that_skipped_steps_leave_unchanged_are_measured_once():
+    model = compiled_model("sgd")
+    x, y = small_data(4)
+    x[: 8 * 3] = np.nan
+    histogram = kmp.callbacks.GradientHistogram(every_n_steps=1)
+    fit_data(model, (x, y), [histogram])
+    first, second, third, updated = histogram.run.samples
+    assert np.isfinite(first.weight_norm).all()
+    assert first.weight_norm is second.weight_norm is third.weight_norm
+    np.testing.assert_allclose(updated.weight_norm, first.weight_norm)
+
+
 def test_counts_are_summed_over_replicas_and_update_norms_are_not(two_replicas):
     with two_replicas.scope():
         model = compiled_model(keras.optimizers.SGD(0.5))

@@ -426,3 +426,31 @@ def test_state_of_a_model_whose_metrics_do_not_exist_yet_is_restored():
     with state_restored(model):
         model.layers[0].kernel.assign_add(np.ones((3, 1)))
     assert_equal(model.weights, before)
+
+
+class NormalizesInBranch(keras.layers.Dense):
+    """Assigns its kernel in a branch, and its bias in a loop of the graph."""
+
+    def call(self, x):
+        def halve(count):
+            self.bias.assign(0.5 * self.bias)
+            return [count + 1]
+
+        def reset():
+            self.kernel.assign(tf.zeros_like(self.kernel.value))
+            return tf.constant(True)
+
+        tf.cond(tf.reduce_any(tf.math.is_nan(x)), reset, lambda: tf.constant(False))
+        tf.while_loop(lambda count: count < 2, halve, [tf.constant(0)])
+        return super().call(x)
+
+
+@pytest.mark.parametrize("mode", ["graph", "xla"])
+def test_weights_that_a_branch_or_loop_assigns_are_restored(mode):
+    layer = NormalizesInBranch(4, bias_initializer="ones")
+    model = keras.Sequential([keras.Input((4,)), layer, kmp.layers.Softmax()])
+    model.compile("sgd", "sparse_categorical_crossentropy", **MODES[mode])
+    before = model.get_weights()
+    fit(model, np.nan)
+    assert model.optimizer.snapshot().overflow_count == 1
+    assert_equal(model.get_weights(), before)

@@ -9,13 +9,13 @@ import tensorflow as tf
 from keras import layers
 
 import kmp
-from kmp.layers.fused_normalization import fuse_normalization, unfuse_normalization
-from kmp.replay.instruments.other_precision import computing_in
+from kmp.backend.compiled_parts import in_step
+from kmp.backend.graph_traffic import traffic_of
+from kmp.backend.xla import traced_for_gpu
+from kmp.layers.fused_calls import use_call_of_keras, use_fused_call
 
-# The largest difference from Keras' layers, relative to the largest value: float32's last bits, or
-# two roundings. The kernel computes in float32 in a pass of a replay of a layer in 16 bits.
-FLOAT32_PASS = "mixed_float16 in a float32 pass"
-TOLERANCE = {FLOAT32_PASS: 3e-5, "mixed_float16": 2e-3, "mixed_bfloat16": 1.6e-2}
+# The largest difference from Keras' layers, relative to the largest value: two roundings.
+TOLERANCE = {"mixed_float16": 2e-3, "mixed_bfloat16": 1.6e-2}
 POLICIES = list(TOLERANCE)
 NEEDS_RENORM = pytest.mark.skipif(
     not hasattr(layers.BatchNormalization(), "renorm"), reason="Keras has it starting with 3.14"
@@ -33,26 +33,13 @@ BATCH_CASES = [
     ({"scale": False, "center": False}, (4, 5, 3, 6)),
     ({}, (1, 6)),
 ]
-OTHER_CASES = [
-    (layers.LayerNormalization, {}, (4, 5, 6)),
-    (layers.LayerNormalization, {"axis": [1, 2], "epsilon": 1e-12}, (4, 5, 6)),
-    (layers.LayerNormalization, {"scale": False}, (4, 6)),
-    (layers.LayerNormalization, {"center": False, "epsilon": 1e-6}, (4, 5, 6)),
-    (layers.LayerNormalization, {"center": False, "scale": False}, (4, 5, 6)),
-    (layers.GroupNormalization, {"groups": 3}, (4, 5, 3, 6)),
-    (layers.GroupNormalization, {"groups": 1}, (4, 7, 6)),
-    (layers.GroupNormalization, {"groups": -1, "axis": 1}, (4, 6, 5, 3)),
-    (layers.GroupNormalization, {"groups": 2, "axis": 1, "scale": False}, (4, 6, 5)),
-    (layers.RMSNormalization, {}, (4, 5, 6)),
-    (layers.RMSNormalization, {"axis": [1, 2], "epsilon": 1e-2}, (4, 5, 6)),
-]
 
 
 def pair(cls, arguments, shape, policy):
     """Returns a layer of Keras and one with the fused kernel, with equal new weights."""
-    random, policy = np.random.default_rng(1), policy.partition(" ")[0]
+    random = np.random.default_rng(1)
     plain, fused = cls(dtype=policy, **arguments), cls(dtype=policy, **arguments)
-    fuse_normalization(fused)
+    use_fused_call(fused)
     for layer in (plain, fused):
         layer.build((None, *shape[1:]))
     for one, other in zip(plain.weights, fused.weights, strict=True):
@@ -64,19 +51,20 @@ def pair(cls, arguments, shape, policy):
 
 def data(shape, policy):
     random = np.random.default_rng(0)
-    dtype = "float32" if policy == FLOAT32_PASS else policy.removeprefix("mixed_")
     return [
-        tf.cast(random.normal(mean, deviation, shape), dtype)
+        tf.cast(random.normal(mean, deviation, shape), policy.removeprefix("mixed_"))
         for mean, deviation in ((2, 3), (0, 1))
     ]
 
 
-def pass_over(layer, x):
-    """Returns the context in which a layer computes in the dtype of its inputs."""
-    return computing_in("float32", [layer]) if x.dtype == "float32" else contextlib.nullcontext()
+@contextlib.contextmanager
+def step_on_gpu():
+    """The context in which a training step is traced as on a GPU, which compiles parts of it."""
+    with traced_for_gpu(), in_step():
+        yield
 
 
-def outputs_of(layer, x, upstream, in_graph, **options):
+def outputs_of(layer, x, upstream, in_graph, compiles=False, **options):
     """Returns the outputs, the gradients of the inputs and weights, and the states afterwards."""
 
     def run(x):
@@ -90,8 +78,10 @@ def outputs_of(layer, x, upstream, in_graph, **options):
         run = tf.function(
             run, autograph=False, input_signature=[tf.TensorSpec([None, *x.shape[1:]], x.dtype)]
         )
-    with pass_over(layer, x):
+    with step_on_gpu() if compiles else contextlib.nullcontext():
         outputs = run(x)
+        if compiles:
+            assert traffic_of(run.get_concrete_function().graph).compiled_calls == 2
     states = [weight.value for weight in layer.non_trainable_weights]
     return [tf.cast(each, "float32").numpy() for each in (*outputs, *states)]
 
@@ -100,7 +90,7 @@ def assert_equal(plain, fused, policy):
     for one, other in zip(plain, fused, strict=True):
         assert one.shape == other.shape
         np.testing.assert_allclose(
-            other, one, rtol=0, atol=TOLERANCE[policy] * max(np.abs(one).max(), 1e-3)
+            other, one, rtol=0, atol=TOLERANCE[policy] * max(np.abs(one).max(), 1e-2)
         )
 
 
@@ -116,51 +106,167 @@ def test_batch_normalization_equals_that_of_keras(arguments, shape, policy):
         assert_equal(plain, fused, policy)
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize(("cls", "arguments", "shape"), OTHER_CASES)
-def test_other_normalizations_equal_those_of_keras(cls, arguments, shape, policy):
+@pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])
+@pytest.mark.parametrize(("arguments", "shape"), [*BATCH_CASES, ({}, (3, 40, 40, 2))])
+def test_compiled_batch_normalization_equals_that_of_keras(arguments, shape, policy):
     x, upstream = data(shape, policy)
-    for in_graph in (True, False):
-        plain, fused = (
-            outputs_of(each, x, upstream, in_graph) for each in pair(cls, arguments, shape, policy)
-        )
-        assert_equal(plain, fused, policy)
+    plain, fused = pair(layers.BatchNormalization, arguments, shape, policy)
+    expected = outputs_of(plain, x, upstream, True, training=True)
+    found = outputs_of(fused, x, upstream, True, compiles=True, training=True)
+    assert_equal(expected, found, policy)
 
 
-def test_kernel_reads_and_writes_16_bits_and_is_used_outside_of_xla_only():
+def at_place(values, place, outlier):
+    values = values.copy()
+    values[place] = outlier
+    return values
+
+
+NORMAL = np.random.default_rng(2).normal(size=(8, 7, 5, 4))
+
+
+@pytest.mark.parametrize("axis", [-1, 1])
+@pytest.mark.parametrize(
+    "values",
+    [
+        pytest.param(NORMAL + 1000.0, id="large mean"),
+        pytest.param(at_place(NORMAL, (0, 0, 0), 1e4), id="outlier at the first place"),
+        pytest.param(at_place(NORMAL, (4, 3, 2), 1e4), id="outlier at the middle place"),
+        pytest.param(at_place(NORMAL, (..., 2), 37.25), id="constant channel"),
+        pytest.param(65000.0 + 400.0 * np.tanh(NORMAL), id="close to the largest float16"),
+    ],
+)
+def test_compiled_batch_normalization_has_the_statistics_of_float64(values, axis):
+    values = np.moveaxis(values, -1, axis)
+    x, upstream = tf.cast(values, tf.float16), tf.ones(values.shape)
+    options = {"axis": axis, "momentum": 0.0}
+    _, fused = pair(layers.BatchNormalization, options, x.shape, "mixed_float16")
+    exact, _ = pair(layers.BatchNormalization, options, x.shape, "float64")
+    found = outputs_of(fused, x, upstream, True, compiles=True, training=True)
+    expected = outputs_of(exact, tf.cast(x, tf.float64), upstream, True, training=True)
+    assert_equal(expected[:1], found[:1], "mixed_float16")
+    for one, other in zip(expected[-2:], found[-2:], strict=True):
+        np.testing.assert_allclose(other, one, rtol=2e-6)
+
+
+def test_compiled_batch_normalization_is_two_programs_and_keeps_the_inputs_and_statistics():
+    with kmp.enable():
+        stack = [layers.BatchNormalization() for _ in range(3)]
+    for layer in stack:
+        layer.build((None, 8, 8, 4))
+    weights = [each.value for layer in stack for each in layer.trainable_weights]
+
+    def step(x):
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            y = 2 * x
+            for layer in stack:
+                y = layer(y, training=True)
+        return tape.gradient(y, [x, *weights], y)
+
+    x = tf.ones([16, 8, 8, 4], tf.float16)
+    with step_on_gpu():
+        graph = tf.function(step, autograph=False).get_concrete_function(x).graph
+    calls = [op for op in graph.get_operations() if "PartitionedCall" in op.type]
+    assert (len(calls), len({op.get_attr("f").name for op in calls})) == (6, 2)
+    large = [out for op in graph.get_operations() for out in op.outputs]
+    large = [out for out in large if out.shape.num_elements() == tf.size(x)]
+    assert {out.dtype for out in large} == {tf.float16}
+    # The inputs of each layer, the last output, and two vectors of each layer.
+    assert traffic_of(graph).kept_bytes == 4 * 2 * int(tf.size(x)) + 3 * 2 * 4 * 4
+
+
+@pytest.mark.parametrize(("axis", "shape"), [(-1, (4, 5, 3, 6)), (1, (4, 6, 5))])
+def test_compiled_batch_normalization_has_the_second_derivatives_of_float64(axis, shape):
+    x, upstream = data(shape, "mixed_float16")
+    _, fused = pair(layers.BatchNormalization, {"axis": axis}, shape, "mixed_float16")
+    exact, _ = pair(layers.BatchNormalization, {"axis": axis}, shape, "float64")
+    expected = penalized_step(exact, tf.cast(x, tf.float64), tf.cast(upstream, "float32"))
+    with step_on_gpu():
+        step = tf.function(penalized_step, autograph=False)
+        found = step(fused, x, tf.cast(upstream, "float32"))
+    as_arrays = ([tf.cast(each, "float32").numpy() for each in some] for some in (expected, found))
+    assert_equal(*as_arrays, "mixed_bfloat16")
+
+
+@pytest.mark.parametrize("is_frozen", [False, True])
+def test_second_derivatives_of_a_function_that_calls_batch_normalization_are_those_of_float64(
+    is_frozen,
+):
+    shape = (4, 5, 6)
+    x, upstream = data(shape, "mixed_float16")
+    _, fused = pair(layers.BatchNormalization, {}, shape, "mixed_float16")
+    exact, _ = pair(layers.BatchNormalization, {}, shape, "float64")
+    fused.trainable = exact.trainable = not is_frozen
+    fused.call = tf.function(fused.call, autograph=False)
+    expected = penalized_step(exact, tf.cast(x, tf.float64), tf.cast(upstream, "float32"))
+    with step_on_gpu():
+        step = tf.function(penalized_step, autograph=False)
+        found = step(fused, x, tf.cast(upstream, "float32"))
+    as_arrays = ([tf.cast(each, "float32").numpy() for each in some] for some in (expected, found))
+    assert_equal(*as_arrays, "mixed_bfloat16")
+
+
+def test_kernel_of_batch_normalization_reads_and_writes_16_bits_and_is_used_outside_of_xla_only():
     x = tf.ones([4, 5, 3, 6], tf.float16)
-    for cls, arguments, shape in [
-        (layers.BatchNormalization, {}, x.shape),
-        *OTHER_CASES[:1],
-        OTHER_CASES[5],
-        OTHER_CASES[9],
-    ]:
-        _, layer = pair(cls, arguments, tuple(shape), "mixed_float16")
-        inputs = tf.ones(shape, tf.float16)
-        options = {"training": True} if cls is layers.BatchNormalization else {}
-        step = tf.function(
-            lambda x, layer=layer, options=options: layer(x, **options), autograph=False
-        )
-        graph = step.get_concrete_function(inputs).graph
-        assert "FusedBatchNormV3" in {op.type for op in graph.get_operations()}
-        large = [
-            out
-            for op in graph.get_operations()
-            for out in op.outputs
-            if out.shape.num_elements() == tf.size(inputs)
-        ]
-        assert {out.dtype for out in large} == {tf.float16}
-        compiled = tf.function(
-            step.python_function, autograph=False, jit_compile=True
-        ).get_concrete_function(inputs)
-        assert "FusedBatchNormV3" not in {op.type for op in compiled.graph.get_operations()}
+    _, layer = pair(layers.BatchNormalization, {}, x.shape, "mixed_float16")
+    step = tf.function(lambda x: layer(x, training=True), autograph=False)
+    graph = step.get_concrete_function(x).graph
+    assert "FusedBatchNormV3" in {op.type for op in graph.get_operations()}
+    outputs = [out for op in graph.get_operations() for out in op.outputs]
+    large = [out for out in outputs if out.shape.num_elements() == tf.size(x)]
+    assert {out.dtype for out in large} == {tf.float16}
+    compiled = tf.function(step.python_function, autograph=False, jit_compile=True)
+    operations = compiled.get_concrete_function(x).graph.get_operations()
+    assert "FusedBatchNormV3" not in {op.type for op in operations}
+
+
+@pytest.mark.parametrize("scale", [True, False])
+@pytest.mark.parametrize(("axis", "shape"), [(-1, (4, 5, 3, 6)), (1, (4, 6, 5)), (-1, (40, 6))])
+def test_given_statistics_have_the_derivatives_of_keras(axis, shape, scale):
+    x, upstream = data(shape, "mixed_float16")
+    arguments = {"axis": axis, "scale": scale}
+    exact, fused = pair(layers.BatchNormalization, arguments, shape, "mixed_float16")
+    exact, _ = pair(layers.BatchNormalization, arguments, shape, "float64")
+
+    def derivatives(layer, x):
+        sources = [weight.value for weight in layer.trainable_weights]
+        with tf.GradientTape() as outer:
+            outer.watch(x)
+            with tf.GradientTape() as inner:
+                inner.watch(x)
+                loss = tf.reduce_sum(tf.cast(upstream, x.dtype) * layer(x, training=False) ** 2)
+            gradients = inner.gradient(loss, [x, *sources])
+            penalty = tf.reduce_sum(gradients[0] ** 2)
+        return [*gradients, outer.gradient(penalty, x)]
+
+    expected = derivatives(exact, tf.cast(x, tf.float64))
+    for found in (derivatives(fused, x), tf.function(derivatives, autograph=False)(fused, x)):
+        assert_equal(expected, [tf.cast(each, tf.float64) for each in found], "mixed_bfloat16")
+
+
+def test_frozen_batch_normalization_is_a_kernel_in_each_direction_and_keeps_nothing():
+    _, layer = pair(layers.BatchNormalization, {}, (8, 16, 16, 64), "mixed_float16")
+    layer.trainable = False
+
+    def backward(x):
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            y = layer(x, training=True)
+        return tape.gradient(y, x)
+
+    spec = tf.TensorSpec((8, 16, 16, 64), tf.float16)
+    traffic = traffic_of(tf.function(backward, autograph=False).get_concrete_function(spec).graph)
+    assert traffic.kept_bytes == 0
+    # TensorFlow prunes the forward pass, which nothing needs, and transposes without convolutions.
+    assert set(traffic.by_type) == {"FusedBatchNormV3", "Fill", "Transpose"}
+    assert traffic.by_type["FusedBatchNormV3"].kernels == 1
 
 
 @pytest.mark.parametrize(
     ("arguments", "shape", "options"),
     [
         pytest.param({"renorm": True}, (4, 5, 6), {}, marks=NEEDS_RENORM),
-        ({"synchronized": True}, (4, 5, 6), {}),
         ({"axis": 2}, (4, 5, 3, 6), {}),
         ({}, (4, 5, 6), {"mask": np.ones((4, 5), bool)}),
     ],
@@ -175,42 +281,118 @@ def test_keras_own_code_runs_where_the_kernel_cannot(arguments, shape, options):
         np.testing.assert_array_equal(one, other)
 
 
+def penalized_step(layer, x, upstream):
+    """Returns the outputs, and the gradients of a loss and of a penalty of its gradient."""
+    with tf.GradientTape() as outer:
+        outer.watch(x)
+        with tf.GradientTape() as inner:
+            inner.watch(x)
+            y = tf.cast(layer(x, training=True), "float32")
+            loss = tf.reduce_sum(upstream * y + 0.1 * y**3)
+        gradients = inner.gradient(loss, [x, *(each.value for each in layer.trainable_weights)])
+        penalty = tf.reduce_sum(tf.cast(gradients[0], "float32") ** 2)
+    return [y, gradients[0], outer.gradient(penalty, x), *gradients[1:]]
+
+
+@pytest.mark.parametrize("rows", [(4, 4), (6, 2), (8, 0)])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_synchronized_normalization_of_replicas_equals_that_of_their_joined_batch(
+    policy, rows, two_replicas
+):
+    shape = (8, 5, 3, 6)
+    x, upstream = data(shape, policy)
+    upstream = tf.cast(upstream, "float32")
+    options = {"axis": -1 if rows == (6, 2) else 1, "momentum": 0.5}
+    random = np.random.default_rng(1)
+
+    def built(**options):
+        layer = layers.BatchNormalization(**options)
+        layer.build((None, *shape[1:]))
+        layer.set_weights([random.uniform(0.5, 2.0, each.shape) for each in layer.weights])
+        return layer
+
+    with two_replicas.scope():
+        layer = built(synchronized=True, dtype=policy.partition(" ")[0], **options)
+        use_fused_call(layer)
+    random = np.random.default_rng(1)
+    plain = built(dtype="float32", **options)
+    expected = penalized_step(plain, tf.cast(x, "float32"), upstream)
+
+    def of_replica(values):
+        parts = tf.split(values, rows)
+        return two_replicas.experimental_distribute_values_from_function(
+            lambda context: parts[context.replica_id_in_sync_group]
+        )
+
+    def step(*args):  # in a thread of its own
+        with step_on_gpu():
+            return penalized_step(layer, *args)
+
+    run = tf.function(step, autograph=False)
+    found = two_replicas.run(run, (of_replica(x), of_replica(upstream)))
+    parts = [two_replicas.experimental_local_results(each) for each in found]
+    joined = [tf.concat(each, 0) for each in parts[:3]] + [sum(each) for each in parts[3:]]
+    for index, weight in enumerate(layer.non_trainable_weights):
+        for each in two_replicas.experimental_local_results(weight.value):
+            np.testing.assert_allclose(each, plain.non_trainable_weights[index], rtol=1e-4)
+    as_arrays = [[tf.cast(each, "float32").numpy() for each in some] for some in (expected, joined)]
+    assert_equal(*as_arrays, policy)
+
+
+def test_synchronized_normalization_of_replicas_moves_16_bits_in_both_directions(two_replicas):
+    x = tf.ones([4, 15, 3, 6], tf.float16)
+    with two_replicas.scope():
+        layer = layers.BatchNormalization(synchronized=True, dtype="mixed_float16")
+        use_fused_call(layer)
+        layer.build(x.shape)
+
+    def step(x):
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            with step_on_gpu():
+                y = layer(x, training=True)
+        with step_on_gpu():
+            return tape.gradient(y, x, y)
+
+    run = tf.function(lambda x: two_replicas.run(step, (x,)), autograph=False)
+    graph = run.get_concrete_function(x).graph
+    assert traffic_of(graph).compiled_calls == 2 * 4
+    tensors = [tensor for op in graph.get_operations() for tensor in op.outputs]
+    large = [each for each in tensors if each.shape.num_elements() == tf.size(x)]
+    assert {each.dtype for each in large} == {tf.float16}
+
+
+@pytest.mark.parametrize("context", [contextlib.nullcontext, step_on_gpu])
+@pytest.mark.parametrize("shape", [(3,), (2, 4, 3)])
 @pytest.mark.parametrize("cls", [layers.BatchNormalization, kmp.layers.BatchNormalization])
-def test_batch_without_rows_leaves_the_statistics_unchanged(cls):
+def test_batch_without_rows_leaves_the_statistics_unchanged(cls, shape, context):
     layer = cls(dtype="mixed_float16")
-    fuse_normalization(layer)
-    layer.build((None, 3))
+    use_fused_call(layer)
+    layer.build((None, *shape))
     call = tf.function(
-        lambda x: layer(x, training=True), input_signature=[tf.TensorSpec([None, 3])]
+        lambda x: layer(x, training=True), input_signature=[tf.TensorSpec([None, *shape])]
     )
-    before = [call(tf.random.normal([8, 3])), *layer.get_weights()][1:]
-    assert call(tf.zeros([0, 3])).shape == (0, 3)
-    assert layer(tf.zeros([0, 3]), training=True).shape == (0, 3)
+    with context():
+        before = [call(tf.random.normal([8, *shape])), *layer.get_weights()][1:]
+    assert call(tf.zeros([0, *shape])).shape == (0, *shape)
+    assert layer(tf.zeros([0, *shape]), training=True).shape == (0, *shape)
     for old, new in zip(before, layer.get_weights(), strict=True):
         np.testing.assert_array_equal(old, new)
 
 
-def test_second_derivatives_equal_those_of_keras():
-    for cls, arguments, shape in (
-        (layers.BatchNormalization, {}, (8, 5, 6)),
-        *OTHER_CASES[:1],
-        OTHER_CASES[5],
-        OTHER_CASES[9],
-    ):
-        x, _ = data(shape, FLOAT32_PASS)
-        found = []
-        for layer in pair(cls, arguments, shape, FLOAT32_PASS):
-            options = {"training": True} if cls is layers.BatchNormalization else {}
-            with pass_over(layer, x), tf.GradientTape() as outer:
-                outer.watch(x)
-                with tf.GradientTape() as inner:
-                    inner.watch(x)
-                    loss = tf.reduce_sum(layer(x, **options) ** 3)
-                penalty = tf.reduce_sum(inner.gradient(loss, x) ** 2)
-            found.append(outer.gradient(penalty, x).numpy())
-        np.testing.assert_allclose(
-            found[1], found[0], rtol=1e-3, atol=1e-3 * np.abs(found[0]).max()
-        )
+def test_second_derivatives_of_batch_normalization_equal_those_of_keras():
+    shape = (8, 5, 6)
+    x, _ = data(shape, "mixed_float16")
+    found = []
+    for layer in pair(layers.BatchNormalization, {}, shape, "mixed_float16"):
+        with tf.GradientTape() as outer:
+            outer.watch(x)
+            with tf.GradientTape() as inner:
+                inner.watch(x)
+                loss = tf.reduce_sum(layer(x, training=True) ** 3)
+            penalty = tf.reduce_sum(inner.gradient(loss, x) ** 2)
+        found.append(outer.gradient(penalty, x).numpy())
+    np.testing.assert_allclose(found[1], found[0], rtol=0.02, atol=0.02 * np.abs(found[0]).max())
 
 
 def test_layers_under_enable_and_of_converted_models_are_fused_and_saved_as_those_of_keras(
@@ -242,8 +424,37 @@ def test_layers_under_enable_and_of_converted_models_are_fused_and_saved_as_thos
     np.testing.assert_allclose(loaded(x), model(x), rtol=4e-3, atol=1e-3)
     twin = copy.deepcopy(model.layers[0])
     np.testing.assert_array_equal(twin(x), model.layers[0](x))
-    unfuse_normalization(model.layers[0])
+    use_call_of_keras(model.layers[0])
     assert not is_fused(model.layers[0])
+
+
+def test_spectral_normalization_of_16_bits_writes_the_weights_of_one_in_float32(tmp_path):
+    x = np.random.default_rng(0).normal(size=(2, 8, 8, 3)).astype("float32")
+
+    def built():
+        keras.utils.set_random_seed(0)
+        conv = layers.SpectralNormalization(layers.Conv2D(4, 3), power_iterations=2)
+        return keras.Sequential([keras.Input((8, 8, 3)), conv])
+
+    plain = built()
+    with kmp.enable():
+        model = built()
+    model.save(tmp_path / "m.keras")
+    loaded = keras.models.load_model(tmp_path / "m.keras")
+    converted = kmp.convert(built(), kmp.Plan("mixed_float16"))
+    expected = plain(x, training=True)
+    for each in (model, loaded, converted):
+        outputs = each(x, training=True)
+        assert outputs.dtype == tf.float16
+        for one, other in zip(plain.weights, each.weights, strict=True):
+            np.testing.assert_array_equal(other, one)
+        np.testing.assert_allclose(tf.cast(outputs, "float32"), expected, atol=5e-3)
+
+
+def test_spectral_normalization_around_a_float32_layer_returns_float32():
+    with kmp.enable():
+        layer = layers.SpectralNormalization(layers.Dense(1, dtype="float32"))
+    assert layer(np.ones((2, 4), "float16"), training=True).dtype == tf.float32
 
 
 @pytest.mark.parametrize(
@@ -301,49 +512,3 @@ def test_unknown_channels_and_other_dtypes_are_left_to_keras():
             np.testing.assert_allclose(
                 tf.cast(outputs, "float32"), tf.cast(expected, "float32"), rtol=4e-3, atol=4e-3
             )
-
-
-@pytest.mark.parametrize("cls", [layers.LayerNormalization, layers.RMSNormalization])
-def test_gradient_that_is_almost_orthogonal_to_the_result_is_rounded_once(cls):
-    random = np.random.default_rng(0)
-    x = tf.constant(random.normal(size=(64, 256)), tf.float16)
-    upstream = x + tf.constant(0.1 * random.normal(size=x.shape), tf.float16)
-
-    def gradient_of(layer, x, upstream):
-        with tf.GradientTape() as tape:
-            tape.watch(x)
-            y = layer(x)
-        return tf.cast(tape.gradient(y, x, tf.cast(upstream, y.dtype)), "float64")
-
-    _, layer = pair(cls, {}, x.shape, "mixed_float16")
-    exact, _ = pair(cls, {}, x.shape, "float64")
-    expected = gradient_of(exact, tf.cast(x, "float64"), upstream)
-    error = tf.norm(gradient_of(layer, x, upstream) - expected) / tf.norm(expected)
-    assert error < 1e-3
-
-
-def test_weight_gradients_of_a_gradient_penalty_are_those_of_finite_differences():
-    for cls in (layers.LayerNormalization, layers.RMSNormalization):
-        random = np.random.default_rng(0)
-        kernel, x = (
-            random.normal(size=(6, 6)).astype("float32"),
-            tf.constant(random.normal(size=(4, 6)), tf.float32),
-        )
-        _, norm = pair(cls, {"epsilon": 1e-2}, (4, 6), FLOAT32_PASS)
-
-        def penalty(kernel, x=x, norm=norm):
-            with pass_over(norm, x), tf.GradientTape() as tape:
-                tape.watch(x)
-                loss = tf.reduce_sum(tf.sin(norm(tf.matmul(x, kernel))))
-            return tf.reduce_sum(tape.gradient(loss, x) ** 2)
-
-        with tf.GradientTape() as tape:
-            variable = tf.Variable(kernel)
-            value = penalty(variable)
-        found = tape.gradient(value, variable).numpy()
-        step, expected = 1e-2, np.zeros_like(kernel)
-        for index in np.ndindex(kernel.shape):
-            moved = np.zeros_like(kernel)
-            moved[index] = step
-            expected[index] = (penalty(kernel + moved) - penalty(kernel - moved)) / (2 * step)
-        assert np.linalg.norm(found - expected) < 5e-3 * np.linalg.norm(expected)

@@ -145,10 +145,10 @@ def test_auto_compiles_the_step_of_a_graph_on_a_gpu(
     assert optimizer.compiles_step == (jit_compile is True)
 
 
-def test_clipping_under_a_strategy_warns_and_the_step_is_not_compiled(two_replicas):
+def test_own_optimizer_under_a_strategy_warns_and_the_step_is_not_compiled(two_replicas):
     with two_replicas.scope():
-        inner = keras.optimizers.SGD(1.0, clipvalue=10.0)
-        weight, optimizer = keras.Variable([1.0]), kmp.LossScaleOptimizer(inner, jit_compile=True)
+        weight = keras.Variable([1.0])
+        optimizer = kmp.LossScaleOptimizer(Custom(1.0), jit_compile=True)
         with pytest.warns(
             UserWarning,
             match="`jit_compile=True` does nothing here: under a distribution strategy, only",
@@ -188,3 +188,20 @@ def test_compiled_sparse_gradients_of_any_number_of_rows_train_as_those_of_keras
 
     compiled = functools.partial(kmp.LossScaleOptimizer, jit_compile=True, loss_scale=4.0)
     np.testing.assert_allclose(trained(compiled), trained(lambda inner: inner), rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["adagrad", "rmsprop", "adadelta"])
+def test_compiled_update_of_a_table_has_no_branch_that_the_host_waits_for(name):
+    table = keras.Variable(np.ones((6, 2), "float32"))
+    optimizer = kmp.LossScaleOptimizer(keras.optimizers.get(name), jit_compile=True)
+    optimizer.build([table])
+
+    def step(rows):
+        with xla.traced_for_gpu():
+            gradient = tf.IndexedSlices(rows, tf.constant([3, 1, 3]), tf.constant([6, 2]))
+            optimizer.apply([gradient], [table], unscaled=False)
+
+    function = tf.function(step, autograph=False, jit_compile=True)
+    graph = function.get_concrete_function(tf.TensorSpec([3, 2])).graph
+    types = {op.type for op in graph.get_operations()}
+    assert not types & {"If", "StatelessIf", "While", "StatelessWhile"}

@@ -32,7 +32,7 @@ def jit_compile(request):
     return request.param
 
 
-def make_model(strategy, jit_compile=False):
+def make_model(strategy, compiles_step=False, **arguments):
     keras.utils.set_random_seed(0)
     with strategy.scope():
         layers = [
@@ -41,7 +41,8 @@ def make_model(strategy, jit_compile=False):
         ]
         layers += [keras.layers.BatchNormalization(), keras.layers.Dense(2), kmp.layers.Softmax()]
         model = keras.Sequential([keras.Input((4,)), *layers], name="model")
-        model.compile(kmp.wrap("adam", jit_compile=jit_compile), "sparse_categorical_crossentropy")
+        optimizer = kmp.wrap("adam", jit_compile=compiles_step)
+        model.compile(optimizer, "sparse_categorical_crossentropy", **arguments)
     return model
 
 
@@ -106,10 +107,16 @@ def assert_shared_state_is_equal(strategy, model):
     assert_equal(*values_per_replica(strategy, shared))
 
 
+@pytest.mark.parametrize(
+    ("jit_compile", "compiles_passes"),
+    [(False, False), (True, False), (True, True)],
+    ids=["", "compiled step", "compiled passes"],
+)
 def test_overflow_or_empty_batch_on_any_replica_skips_the_step_on_all_and_a_stuck_training_stops(
-    strategy, jit_compile
+    strategy, jit_compile, compiles_passes
 ):
-    model, recorder = make_model(strategy, jit_compile), StateRecorder(strategy)
+    model = make_model(strategy, jit_compile, jit_compile=compiles_passes)
+    recorder = StateRecorder(strategy)
     x, y = batches([*CORRUPTION_BY_STEP, (0.0, ())])
     fit_data(model, (x[:-7], y[:-7]), [recorder])  # one row in the last batch, on the first replica
     assert_each_overflow_skips_its_step_on_both_replicas(recorder.recorded[:-1])

@@ -8,15 +8,14 @@ from conftest import MODES, sequential
 
 import kmp
 from kmp.guarding.guarded_step import guard_train_step, guarded_step_of
-from kmp.replay import BatchCapture, batch_variables
+from kmp.replay import batch_capture, kept_batches
 
 pytestmark = pytest.mark.usefixtures("enabled")
 
 
 def with_capture(model):
     guard_train_step(model)
-    capture = BatchCapture(model, model.optimizer)
-    guarded_step_of(model).add_capture(capture)
+    capture = guarded_step_of(model).add_capture(model.optimizer)
     return model, capture
 
 
@@ -66,7 +65,7 @@ def test_suspicious_examples_are_captured_first_and_others_in_the_next_skipped_s
 
 @pytest.mark.parametrize("is_shape_known", [True, False])
 def test_fewer_of_large_examples_are_captured(is_shape_known, monkeypatch):
-    monkeypatch.setattr(batch_variables, "_MOST_BYTES", 48)  # an example has 3 floats and a target
+    monkeypatch.setattr(batch_capture, "MOST_BYTES", 48)  # an example has 3 floats and a target
     model, capture = captured_model("eager" if is_shape_known else "graph")
     x = np.arange(24, dtype="float32").reshape(8, 3)
     capture.request()
@@ -123,6 +122,172 @@ class Graph(keras.Model):
         return tf.gather(outputs, tf.range(4))
 
 
+@pytest.mark.parametrize("mode", ["graph", "xla", "steps_per_execution"])
+def test_skipped_step_is_found_among_later_ones_with_its_loss_scale(mode):
+    model, capture = captured_model(mode)
+    x = np.linspace(-1, 1, 288, dtype="float32").reshape(96, 3)
+    x[17] = np.nan
+    capture.request()
+    fit(model, x)
+    captured = capture.read()
+    assert (captured.step, captured.was_skipped, captured.loss_scale) == (3, True, 2.0**15)
+    np.testing.assert_array_equal(captured.whole[0], x[16:24])
+    np.testing.assert_array_equal(capture.batch_of(3)[0], x[16:24])
+    capture.request()
+    fit(model, x[32:])
+    assert (capture.read().step, capture.read().was_skipped) == (13, False)
+
+
+def test_skipped_step_is_found_where_a_train_step_takes_several():
+    class Twice(keras.Sequential):
+        def train_step(self, data):
+            super().train_step(data)
+            return super().train_step(data)
+
+    model = Twice([keras.Input((3,)), keras.layers.Dense(1)])
+    model.compile("sgd", "mse", jit_compile=False)
+    model, capture = with_capture(model)
+    x = np.linspace(-1, 1, 120, dtype="float32").reshape(40, 3)
+    x[9] = np.nan
+    capture.request()
+    fit(model, x)
+    captured = capture.read()
+    assert (captured.step, captured.was_skipped) == (4, True)
+    np.testing.assert_array_equal(captured.whole[0], x[8:16])
+
+
+def test_memory_bounds_how_many_batches_are_kept(monkeypatch):
+    monkeypatch.setattr(kept_batches, "_MOST_BYTES", 3 * 8 * 16)  # an example has 16 bytes
+    model, capture = captured_model("graph")
+    x = np.linspace(-1, 1, 240, dtype="float32").reshape(80, 3)
+    x[9] = np.nan
+    capture.request()
+    fit(model, x)
+    assert capture.most_steps == 3
+    assert not capture.read().was_skipped  # the batch of step 2 of 10 has been replaced
+    x[9], x[65] = 0, np.nan
+    fit(model, x)
+    assert capture.read().step == 19
+
+
+def test_batches_of_another_structure_are_kept_and_none_is_consumed_twice():
+    model, capture = captured_model("graph")
+    taken = []
+
+    def batches(*parts):
+        for _ in range(3):
+            taken.append(len(parts))
+            yield parts
+
+    x, y = np.ones((8, 3), "float32"), np.ones((8, 1), "float32")
+    for parts in [(x, y), (x, y, np.ones(8, "float32"))]:
+        capture.request()
+        spec = tuple(tf.TensorSpec((None, *each.shape[1:])) for each in parts)
+        data = tf.data.Dataset.from_generator(
+            functools.partial(batches, *parts), output_signature=spec
+        )
+        data = data.apply(tf.data.experimental.assert_cardinality(3))
+        model.fit(data, shuffle=False, verbose=0)
+        assert len(capture.read().data) == len(parts)
+    assert taken == [2, 2, 2, 3, 3, 3]
+
+
+@pytest.mark.filterwarnings("ignore:Your input ran out of data")
+@pytest.mark.parametrize("mode", ["graph", "xla", "steps_per_execution"])
+def test_skipped_step_is_found_where_the_iterator_has_ended_before(mode):
+    model, capture = captured_model(mode)
+    x = np.linspace(-1, 1, 60, dtype="float32").reshape(20, 3)
+    x[9] = np.nan
+    data = tf.data.Dataset.from_tensor_slices((x, np.zeros((20, 1)))).batch(8)
+    data = data.filter(lambda *_: True)  # of unknown length
+    capture.request()
+    model.fit(data, epochs=3, shuffle=False, verbose=0)
+    captured = capture.read()
+    assert (captured.step, captured.was_skipped) == (8, True)
+    np.testing.assert_array_equal(captured.whole[0], x[8:16])
+
+
+def test_batches_of_train_on_batch_are_kept():
+    model, capture = captured_model("graph")
+    capture.request()
+    x = np.linspace(-1, 1, 24, dtype="float32").reshape(8, 3)
+    model.train_on_batch(x, np.zeros((8, 1)))
+    np.testing.assert_array_equal(capture.read().data[0], x)
+
+
+@pytest.mark.parametrize("mode", ["graph", "xla", "steps_per_execution"])
+def test_kept_batches_change_no_bit_of_a_training(mode):
+    x = np.random.default_rng(0).normal(size=(60, 3)).astype("float32")
+    x[20] = np.inf
+
+    def weights(is_captured):
+        keras.utils.set_random_seed(0)
+        model = sequential(keras.layers.Dense(1), shape=(3,), optimizer="adam", **MODES[mode])
+        if is_captured:
+            with_capture(model)
+        fit(model, x, epochs=2)
+        return model.get_weights()
+
+    np.testing.assert_equal(weights(True), weights(False))
+
+
+def loop_of(model, **options):
+    """Returns the step of a training loop."""
+    optimizer = model.optimizer
+    loss = keras.losses.MeanSquaredError()
+
+    @functools.partial(tf.function, **options)
+    def step(x, y):
+        with kmp.guard(optimizer, model):
+            with tf.GradientTape() as tape:
+                scaled = optimizer.scale_loss(loss(y, model(x, training=True)))
+            variables = model.trainable_variables
+            optimizer.apply(tape.gradient(scaled, variables), variables)
+
+    return step
+
+
+@pytest.mark.parametrize("is_xla", [False, True])
+def test_skipped_step_of_a_loop_is_kept_through_later_ones_without_a_branch(is_xla):
+    model, capture = captured_model("graph")
+    model.optimizer.build(model.trainable_variables)
+    step = loop_of(model, jit_compile=is_xla)
+    x = np.linspace(-1, 1, 120, dtype="float32").reshape(40, 3)
+    x[17] = np.nan
+    for start in (0, 8, 16, 24, 32):
+        step(x[start : start + 8], np.zeros((8, 1), "float32"))
+    captured = capture.read()
+    assert (captured.step, captured.was_skipped, captured.batch_size) == (3, True, 8)
+    np.testing.assert_array_equal(captured.whole[0], x[16:24])
+    capture.request()
+    step(x[32:37], np.zeros((5, 1), "float32"))  # of another size
+    np.testing.assert_array_equal(capture.read().data[0], x[32:37])
+
+
+def test_last_batch_of_a_loop_with_unknown_rows_is_kept_as_a_whole():
+    model = Graph()
+    model.compile("sgd", "mse", jit_compile=False)
+    model, capture = with_capture(model)
+    batch = {"edges": np.ones((9, 1), "float32"), "node": np.zeros(9, "int32")}
+    model(batch)
+    model.optimizer.build(model.trainable_variables)
+    rows = {"edges": tf.TensorSpec((None, 1)), "node": tf.TensorSpec((None,), tf.int32)}
+    step = loop_of(model, input_signature=[rows, tf.TensorSpec((4, 1))])
+    step({name: tf.constant(values) for name, values in batch.items()}, tf.ones((4, 1)))
+    captured = capture.read()
+    assert (captured.step, captured.batch_size) == (1, 9)
+
+
+def test_batch_of_a_train_step_that_a_loop_calls_is_kept():
+    model, capture = captured_model("graph")
+    model.optimizer.build(model.trainable_variables)
+    step = tf.function(lambda x, y: model.train_step((x, y)), autograph=False)
+    x = np.linspace(-1, 1, 24, dtype="float32").reshape(8, 3)
+    capture.request()
+    step(x, np.zeros((8, 1), "float32"))
+    np.testing.assert_array_equal(capture.read().data[0], x)
+
+
 def with_unknown_rows(batch, count):
     spec = tf.nest.map_structure(
         lambda array: tf.TensorSpec((None, *array.shape[1:]), array.dtype), batch
@@ -175,7 +340,7 @@ def test_ragged_batch_is_replayed_as_a_whole():
 def test_ragged_batch_is_captured_unless_it_is_too_large_or_of_xla(
     most_bytes, mode, are_rows_known, rows, monkeypatch
 ):
-    monkeypatch.setattr(batch_variables, "_MOST_BYTES", most_bytes)
+    monkeypatch.setattr(batch_capture, "MOST_BYTES", most_bytes)
     batch = (
         {"edges": np.ones((9, 1), "float32"), "node": np.zeros(9, "int32")},
         np.ones((4, 1), "float32"),

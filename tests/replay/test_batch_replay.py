@@ -1,5 +1,3 @@
-import functools
-
 import keras
 import numpy as np
 import pytest
@@ -7,13 +5,12 @@ import tensorflow as tf
 from conftest import sequential
 from keras import layers, ops
 from models import Cube
+from passes import passes_of
 
 import kmp
 from kmp.records.replay import LOSS_FUNCTION, InvalidTargets
-from kmp.replay import Passes, StepContext, TrainStep, replay_batch
-from kmp.replay.eager_pass import as_array
-from kmp.replay.layer_marks import LayerMarks
-from kmp.replay.nonfinite_operations import NonfiniteOperations
+from kmp.replay import StepContext, replay_batch
+from kmp.replay.passes import as_array
 
 pytestmark = pytest.mark.usefixtures("enabled")
 ROWS = 8
@@ -48,11 +45,7 @@ def model_of(*hidden, loss="mse", outputs=1, **options):
 def replayed(model, x=None, y=None, loss_scale=8.0, **options):
     x = np.linspace(0, 1, 4 * ROWS, dtype="float32").reshape(ROWS, 4) if x is None else x
     y = np.zeros((len(x), 1), "float32") if y is None else y
-    variables = {variable.path: variable for variable in model.trainable_variables}
-    step = TrainStep(functools.partial(type(model).train_step, model), [model.optimizer])
-    return replay_batch(
-        Passes(model, (x, y), step, variables), StepContext(1, loss_scale, **options)
-    )[0]
+    return replay_batch(passes_of(model, (x, y)), StepContext(1, loss_scale, **options))[0]
 
 
 def named(paths):
@@ -243,6 +236,27 @@ def test_overflow_needs_no_layer_if_a_scale_that_the_rule_reaches_is_usable(min_
     result = replayed(model, y=y, loss_scale=2.0**10, min_scale=min_scale)
     assert result.gradients.usable_scale < 1.0
     assert (result.search.is_found, named(result.search.layers)) == (True, needed)
+
+
+@pytest.mark.parametrize(("weight", "needed"), [(1.0, []), (1e-9, ["in_meters"])])
+def test_gradients_inside_of_a_layer_need_a_lower_scale_and_float32_only_if_that_flushes_others(
+    weight, needed
+):
+    inputs = keras.Input((4,))
+    # Inside, the gradients are 1000 times as large as those of the outputs.
+    in_meters = layers.Lambda(lambda x: 1000.0 * ops.tanh(x / 1000.0), name="in_meters")
+    depth = in_meters(layers.Dense(4, kernel_initializer="ones", name="hidden")(inputs))
+    other = layers.Dense(1, kernel_initializer="ones", dtype="float32", name="other")(
+        layers.Dense(4, kernel_initializer="ones", name="other_hidden")(inputs)
+    )
+    outputs = [layers.Dense(1, kernel_initializer="ones", name="depth")(depth), other]
+    model = keras.Model(inputs, outputs)
+    model.compile("sgd", ["mse"] * 2, loss_weights=[1.0, weight])
+    y = [np.full((ROWS, 1), 1e3, "float32"), np.ones((ROWS, 1), "float32")]
+    result = replayed(model, np.ones((ROWS, 4), "float32"), y, loss_scale=2.0**12)
+    assert not result.is_finite
+    assert (result.search.is_found, named(result.search.layers)) == (True, needed)
+    assert (result.gradients.usable_scale < 1.0) == (not needed)
 
 
 def test_overflow_needs_a_layer_if_the_only_usable_scales_flush_other_gradients():
@@ -487,17 +501,3 @@ def test_gradient_penalty_through_a_normalization_is_compared_with_the_code_that
     # Keras' code in the float32 pass would differ by 0.026 in the gradient of the first layer.
     gradients = replayed(model, x, x[:, :1]).comparison.gradients
     assert 0 < max(each.error for each in gradients) < 5e-3
-
-
-def test_what_a_fused_normalization_keeps_for_its_gradient_is_no_result():
-    found = NonfiniteOperations(LayerMarks())
-    x, statistics, any_bits = tf.ones([1, 4, 1, 2]), tf.ones([2]), tf.constant([np.nan, np.inf])
-    found.observe("FusedBatchNormV3", [x, statistics, statistics], [x, *[statistics] * 4, any_bits])
-    found.is_backward = True
-    found.observe(
-        "FusedBatchNormGradV3",
-        [x, x, *[statistics] * 3, any_bits],
-        [x / 0.0, statistics, statistics],
-    )
-    (operation,) = found.found
-    assert (operation.operation, operation.value) == ("FusedBatchNormGradV3", "inf")

@@ -1,15 +1,14 @@
 """Replays of models that compute in bfloat16, which needs no loss scale, or in float32."""
 
-import functools
-
 import keras
 import numpy as np
 import pytest
 from conftest import sequential
 from keras import layers, ops
+from passes import passes_of
 
 import kmp
-from kmp.replay import Passes, StepContext, TrainStep, replay_batch
+from kmp.replay import StepContext, replay_batch
 
 ROWS = 16
 
@@ -22,9 +21,7 @@ def replayed(policy, layer, x=None, copies=1, **context):
         model = sequential(first, *hidden, head, optimizer="adam")
     if x is None:
         x = np.random.default_rng(0).normal(size=(ROWS, 4)).astype("float32")
-    variables = {variable.path: variable for variable in model.trainable_variables}
-    step = TrainStep(functools.partial(type(model).train_step, model), [model.optimizer])
-    passes = Passes(model, (x, x[:, :1]), step, variables)
+    passes = passes_of(model, (x, x[:, :1]))
     context = {"loss_scale": 1.0, "initial_scale": 1.0} | context
     return replay_batch(passes, StepContext(1, **context))[0]
 

@@ -9,7 +9,6 @@ from keras import layers, ops
 from test_batch_replay import Penalty, named, replayed
 
 import kmp
-from kmp.backend.tensorflow_internals import equal_random_numbers, watching_operations
 from kmp.diagnosis.soundness import (
     are_harmful,
     error_origin,
@@ -18,7 +17,7 @@ from kmp.diagnosis.soundness import (
     lost_states,
 )
 from kmp.records.replay import GradientError
-from kmp.replay.layer_marks import relative_error
+from kmp.replay.output_errors import relative_error
 
 pytestmark = pytest.mark.usefixtures("enabled")
 ROWS = 32
@@ -35,17 +34,9 @@ def phase(x):
     return ops.sin(x * (2 * np.pi / 24))
 
 
-def count(x):
-    """Sums small steps one by one."""
-    total = ops.zeros_like(x)
-    for _ in range(500):
-        total = total + x
-    return total / 500 - 4.5
-
-
 @pytest.mark.parametrize(
     ("function", "low", "high", "is_of_inputs"),
-    [(root_mean_square, 300, 5000, False), (phase, 48_000, 49_000, True), (count, 4, 5, False)],
+    [(root_mean_square, 300, 5000, False), (phase, 48_000, 49_000, True)],
 )
 def test_error_of_a_finite_pass_is_measured_where_it_is_born_and_its_layer_is_found(
     function, low, high, is_of_inputs
@@ -201,7 +192,7 @@ def test_gradient_function_that_clips_scaled_gradients_is_found():
         layers.Dense(1, name="last", dtype="float32"),
     )
     result = replayed(model, x, x[:, :1] + 3.0)
-    assert (named(result.unscaled.layers), named([result.unscaled.origin])) == (["first"], ["gate"])
+    assert named(result.unscaled.layers) == ["first"]
 
 
 class Noise(layers.Layer):
@@ -216,13 +207,6 @@ def test_layers_that_draw_random_numbers_are_measured_on_those_of_their_call():
     assert not is_harmful(result)
     assert max(each.new_error or 0.0 for each in result.layer_errors) < 0.01
     assert result.unscaled is None
-
-
-def test_uniform_numbers_in_16_bits_are_below_one():
-    with equal_random_numbers() as numbers:
-        drawn = [tf.random.uniform((100_000,), dtype=dtype) for dtype in ("float16", "bfloat16")]
-    assert numbers.position == 2
-    assert [float(tf.reduce_max(each)) for each in drawn] == [1 - 2.0**-11, 1 - 2.0**-8]
 
 
 class Safe(layers.Layer):
@@ -251,7 +235,7 @@ def test_layer_with_the_name_of_its_model_is_found():
     assert replayed(model, x).float32_layers == ["lossy"]
 
 
-def test_pass_with_random_numbers_of_the_users_own_is_not_compared():
+def test_random_numbers_of_a_layer_of_the_users_own_are_the_same_in_both_passes():
     class OwnDropout(keras.layers.Layer):
         def __init__(self, **kwargs):
             super().__init__(**kwargs)
@@ -261,21 +245,8 @@ def test_pass_with_random_numbers_of_the_users_own_is_not_compared():
             return keras.random.dropout(x, 0.5, seed=self.seed)
 
     result = replayed(sequential(OwnDropout(), layers.Dense(1)), NORMAL)
-    assert result.is_finite
-    assert not (result.comparison is not None)
-    assert (result.layer_errors, result.float32_layers) == ([], [])
-
-
-def test_operations_of_a_replay_do_not_grow_with_the_number_of_indices():
-    operations = {}
-    for length in (4, 400):
-        words = np.random.default_rng(0).integers(0, 50, (ROWS, length))
-        parts = layers.Embedding(50, 4), layers.GlobalAveragePooling1D(), layers.Dense(1)
-        model, found = sequential(*parts, shape=(length,)), []
-        with watching_operations(lambda name, inputs, outputs, found=found: found.append(name)):
-            assert replayed(model, words).gradient_errors
-        operations[length] = len(found)
-    assert operations[400] == operations[4]
+    assert result.output_error < 0.01
+    assert not is_harmful(result)
 
 
 def test_gradient_that_is_zero_but_for_rounding_is_not_compared():

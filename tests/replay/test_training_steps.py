@@ -1,19 +1,17 @@
 """Replays of training steps of the user's own."""
 
-import functools
-
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
 from conftest import values
 from keras import ops
+from passes import passes_of
 from test_batch_replay import named
 
 import kmp
 from kmp.diagnosis.soundness import error_origin, is_harmful, lost_states
-from kmp.guarding.model_optimizers import all_optimizers_of
-from kmp.replay import Passes, StepContext, TrainStep, replay_batch
+from kmp.replay import StepContext, replay_batch
 
 pytestmark = pytest.mark.usefixtures("enabled")
 X = np.random.default_rng(0).normal(size=(32, 4)).astype("float32")
@@ -45,12 +43,6 @@ class Clipped(Own):
     def update(self, gradients):
         gradients = self.optimizer.unscale(gradients)
         self.optimizer.apply(tf.clip_by_global_norm(gradients, 1e-3)[0], self.trainable_variables)
-
-
-class InnerApply(Own):
-    def update(self, gradients):
-        gradients = self.optimizer.unscale(gradients)
-        self.optimizer.inner_optimizer.apply(gradients, self.trainable_variables)
 
 
 class Penalized(Own):
@@ -130,7 +122,7 @@ class Denoiser(Own):
             tf.random.uniform(tf.shape(x), dtype="float16"), "float32"
         )
         noise += tf.random.truncated_normal(tf.shape(x))
-        level = tf.cast(tf.random.uniform((len(x), 1), 0, 10, tf.int32), "float32") / 10
+        level = tf.cast(tf.random.uniform((tf.shape(x)[0], 1), 0, 10, tf.int32), "float32") / 10
         return super().train_step((x + level * noise, noise[:, :1]))
 
 
@@ -221,17 +213,10 @@ def own_model(kind, *layers, **options):
 
 
 def replayed(model, loss_scale=1024.0, data=(X, Y)):
-    variables = {variable.path: variable for variable in model.trainable_variables}
-    step = TrainStep(
-        functools.partial(type(model).train_step, model), all_optimizers_of(model), kind="user"
-    )
-    data = keras.tree.map_structure(tf.convert_to_tensor, data)
-    return replay_batch(Passes(model, data, step, variables), StepContext(1, loss_scale))[0]
+    return replay_batch(passes_of(model, data, kind="user"), StepContext(1, loss_scale))[0]
 
 
-@pytest.mark.parametrize(
-    "kind", [Clipped, InnerApply, Penalized, InFunction, TwoOptimizers, UnscaledTogether]
-)
+@pytest.mark.parametrize("kind", [Clipped, Penalized, InFunction, TwoOptimizers, UnscaledTogether])
 def test_sound_step_is_compared_with_its_gradients_and_changes_nothing(kind):
     model = own_model(kind)
     before = values(model.variables)
@@ -307,15 +292,13 @@ def test_loss_that_is_not_scaled_is_found():
         (ClippedBeforeUnscaling, "clipped"),
         (ClippedThenUnscaled, "clipped"),
         (Normalized, ""),  # which is not known to be a mistake
-        (DividedTwice, "divided"),
+        (DividedTwice, ""),  # the graph of the step shows it
     ],
 )
 def test_what_a_step_does_to_scaled_gradients_is_known_with_its_factor(kind, change):
     unscaled = replayed(own_model(kind)).unscaled
     assert (unscaled.are_all, unscaled.change) == (True, change)
-    if change == "divided":
-        assert unscaled.times == pytest.approx(1024.0, rel=0.01)
-    elif change:
+    if change:
         exact = replayed(own_model(Own))
         norm = np.hypot.reduce([each.norm for each in exact.gradient_errors])
         assert unscaled.times == pytest.approx(1024.0 * norm, rel=0.01)  # clipped to 1
@@ -390,30 +373,3 @@ def test_step_without_an_update_is_compared_forward_only():
         True,
         [],
     )
-
-
-class Hidden(Own):
-    """Updates with an optimizer of no attribute, and undoes at the end what it did before."""
-
-    def train_step(self, data):
-        self.layers[0].trainable = False
-        logs = super().train_step(data)
-        self.layers[0].trainable = True
-        with tf.GradientTape() as tape:
-            loss = HIDDEN[0].scale_loss(ops.mean(self(data[0])))
-        HIDDEN[0].apply(tape.gradient(loss, self.trainable_variables), self.trainable_variables)
-        return logs
-
-
-HIDDEN = []
-
-
-def test_step_that_updates_in_an_unknown_way_is_refused_and_weights_are_as_before():
-    model = own_model(Hidden)
-    HIDDEN[:] = [kmp.wrap("sgd")]
-    HIDDEN[0].build(model.trainable_variables)
-    before = values(model.weights)
-    with pytest.raises(RuntimeError, match="changes weights in a way that kmp does not know"):
-        replayed(model)
-    np.testing.assert_equal(values(model.weights), before)
-    assert model.layers[0].trainable

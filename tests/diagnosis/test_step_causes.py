@@ -1,0 +1,164 @@
+"""Facts from the graph of a training step, as a log has them, and what the diagnosis makes of them.
+
+`tests/gradients/test_step_facts.py` reads them from graphs.
+"""
+
+from dataclasses import replace
+
+import pytest
+from conftest import sample_from
+
+import kmp
+from kmp.records import Replay, Run
+from kmp.records.jsonl import to_line
+from kmp.records.replay import Comparison, GradientError, LoopStep
+from kmp.records.step_facts import CodeLine, StepFacts
+
+MINIMUM = CodeLine("Minimum", "float32", "train.py", 12)
+RIGHT = StepFacts("right", operations_in_16_bits=[])
+IN_FLOAT16 = [CodeLine("Sub", "float16", "train.py", 7), CodeLine("Exp", "float16", "train.py", 8)]
+
+
+def run_of(tmp_path, facts, *rows, **settings):
+    """Returns the run of a log with these facts, written and read."""
+    settings = {"rule": "DynamicScale", "compute_dtypes": ["float16"], **settings}
+    header = {"schema": 1, "kind": "header", "settings": settings | {"step_facts": facts}}
+    first = {"step": 1, "loss_scale": 2.0**15, "overflow_count": 0}
+    rows = rows or ({"step": 2, "loss_scale": 2.0**15},)
+    log = tmp_path / "kmp.jsonl"
+    log.write_text("".join(map(to_line, (header, first, *rows))), encoding="utf-8")
+    return kmp.load_run(log)
+
+
+@pytest.mark.parametrize(
+    ("scaling", "title", "evidence", "edit"),
+    [
+        (
+            "nonlinear",
+            "The training step clips or normalizes gradients while they are multiplied by the loss"
+            " scale",
+            "Minimum in train.py, line 12 gets scaled gradients, and is not linear",
+            "gradients = optimizer.unscale(gradients)",
+        ),
+        (
+            "added",
+            "The training step adds to gradients while they are multiplied by the loss scale",
+            "Minimum in train.py, line 12 adds to scaled gradients",
+            "gradients = optimizer.unscale(gradients)",
+        ),
+        (
+            "divided",
+            "The training step divides the gradients by the loss scale, and `apply` divides them"
+            " again.",
+            "line 12 divides; the gradients that the optimizer gets are 32,768 times too small",
+            "optimizer.apply(unscaled=True)",
+        ),
+        (
+            "multiplied",
+            "The gradients are multiplied by the loss scale more often than `apply` divides by it.",
+            "line 12 multiplies by the loss scale",
+            "",
+        ),
+        (
+            "unscaled",
+            "A part of the loss is not multiplied by the loss scale: the gradients of layer 'a' do"
+            " not grow with it, and the optimizer divides them by it.",
+            "line 12 adds it to the scaled one",
+            "",
+        ),
+    ],
+)
+def test_each_fault_is_an_error_with_its_line(tmp_path, scaling, title, evidence, edit):
+    facts = StepFacts(scaling, MINIMUM, ["net/a/kernel"])
+    (finding,) = kmp.advise(run_of(tmp_path, facts, layers={"net/a": "Dense"})).problems
+    assert (finding.cause, finding.severity) == ("unscaled_loss", "error")
+    assert finding.title.startswith(title)
+    assert evidence in finding.evidence
+    assert finding.change == edit
+
+
+def test_a_train_step_calls_its_own_optimizer(tmp_path):
+    facts = StepFacts("divided", MINIMUM, ["net/a/kernel"])
+    run = run_of(tmp_path, facts, in_fit=True, train_step="custom")
+    assert kmp.advise(run)[0].change == "self.optimizer.apply(unscaled=True)"
+
+
+def test_a_gradient_function_that_clips_under_the_step_of_keras_is_a_warning(tmp_path):
+    facts = StepFacts("nonlinear", MINIMUM, ["net/a/kernel"])
+    settings = {"in_fit": True, "train_step": "keras", "layers": {"net/a": "Dense"}}
+    (finding,) = kmp.advise(run_of(tmp_path, facts, **settings)).problems
+    assert (finding.cause, finding.severity) == ("unscaled_loss", "warning")
+    assert finding.title.startswith("A gradient function clips or normalizes gradients")
+    assert "before those of layer 'a'" in finding.title
+    assert "Minimum in train.py, line 12" in finding.evidence
+
+
+@pytest.mark.parametrize(
+    ("scaling", "settings"),
+    [
+        ("right", {}),
+        ("unknown", {}),
+        # No code of the user's gets these gradients.
+        ("added", {"in_fit": True, "train_step": "keras"}),
+        ("unscaled", {"compute_dtypes": ["bfloat16"]}),
+    ],
+)
+def test_what_is_sound_or_not_known_is_no_fault(tmp_path, scaling, settings):
+    run = run_of(tmp_path, StepFacts(scaling, MINIMUM), **settings)
+    assert kmp.advise(run).problems == ()
+
+
+def test_the_steepest_operation_of_a_loss_in_float16_is_named_first(tmp_path):
+    failed = {
+        "step": 4,
+        "loss_scale": 2.0**15,
+        "overflow_count": 3,
+        "nonfinite_loss_count": 3,
+        "loss_dtype": "float32",
+    }
+    facts = StepFacts("right", operations_in_16_bits=IN_FLOAT16)
+    layers = {"layers": {"net/out": "Dense"}, "output_layers": ["net/out"]}
+    finding = kmp.advise(run_of(tmp_path, facts, failed, **layers))[0]
+    assert (finding.cause, finding.location) == ("loss_overflow", "the loss function")
+    assert "Exp in train.py, line 8 computes in float16; so do Sub" in finding.evidence
+    assert finding.change == "kmp.layers.Float32(Dense(..., name='out'))"
+
+
+def loop_run(facts, **loop):
+    """Returns a sound run of a loop with two comparisons."""
+    errors = Comparison(0.001, gradients=[GradientError("net/out", 0.01, kept=1.0, norm=1.0)])
+    step = LoopStep(**loop)
+    replay = Replay(32, 1024.0, None, None, True, True, loop=step, comparison=errors)
+    gradients = {"net/out/kernel": {"first": 0, "counts": [100], "amax": 1.0, "norm": 1.0}}
+    rows = [
+        {
+            "step": step,
+            "loss_scale": 1024.0,
+            "overflow_count": 0,
+            "last_loss": 1.0,
+            "highest_loss": 1.0,
+            "sample": sample_from(step, 1024.0, gradients),
+            "reference": sample_from(step, 1.0, gradients),
+            "replay": replay,
+        }
+        for step in (1, 10, 20)
+    ]
+    return Run(rows, {"settings": {"compute_dtypes": ["float16"], "step_facts": facts}})
+
+
+@pytest.mark.parametrize(
+    ("facts", "doubt"),
+    [
+        (None, "may be computed from outputs in float16"),
+        (replace(RIGHT, operations_in_16_bits=None), "may be computed from outputs in float16"),
+        (
+            replace(RIGHT, operations_in_16_bits=IN_FLOAT16),
+            "is computed in float16 (Sub in train.py, line 7)",
+        ),
+        (RIGHT, ""),
+    ],
+)
+def test_whether_the_loss_of_a_loop_is_in_16_bits_is_known_from_the_graph(facts, doubt):
+    verdict = kmp.advise(loop_run(facts, reads_16_bits=True)).verdict
+    assert doubt in verdict
+    assert ("what the loss of the training loop loses" in verdict) == bool(doubt)
