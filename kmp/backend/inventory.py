@@ -551,8 +551,8 @@ PRIVATE_NAMES = (
     # Replays.
     PrivateName(
         "tensorflow:types.experimental.PolymorphicFunction._function_cache",
-        "the warning of a repair names the `tf.function`s that have to be created again",
-        "names none",
+        "a repair has the user's `tf.function`s traced again",
+        "repairs no custom training loop",
     ),
     PrivateName(
         "tensorflow:Tensor._handle_data",

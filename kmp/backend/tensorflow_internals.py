@@ -7,7 +7,7 @@ changes for its own thread; the exception is TF32, which is a setting of the pro
 import contextlib
 import functools
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextvars import ContextVar
 from typing import Any
 
@@ -134,11 +134,19 @@ def functions_added(definition: Any) -> contextlib.ExitStack:
     return added
 
 
-def traces_of(function: Any) -> list[Any]:
-    """Returns the concrete functions of a `tf.function`, one for each trace that it has.
+_TRACES = "tensorflow:types.experimental.PolymorphicFunction._function_cache"
 
-    TensorFlow 2.21 has no public name for them.
-    """
+
+def traces_of(function: Any) -> list[Any]:
+    """Returns the concrete functions of a `tf.function`, one for each trace that it has."""
     # Not with `_list_all_concrete_functions`, which may trace the function.
-    cache = attribute(function, "tensorflow:types.experimental.PolymorphicFunction._function_cache")
+    cache = attribute(function, _TRACES)
     return [] if cache is None else list(cache.values())
+
+
+def forget_traces(functions: Iterable[Any]) -> None:
+    """Has `tf.function`s traced again when they are called next."""
+    for function in functions:
+        cache = attribute(function, _TRACES)
+        if cache is not None:
+            cache.clear()

@@ -13,6 +13,7 @@ import keras
 from kmp.backend.keras_internals import compute_dtypes, has_float8_gradients
 from kmp.backend.step_graph import StepGraph
 from kmp.callbacks.replay_time import ReplayTime
+from kmp.callbacks.retracing import models_with, trace_function_again
 from kmp.callbacks.training_records import Row
 from kmp.diagnosis import soundness, thresholds
 from kmp.guarding.guarded_step import guarded_step_of, has_keras_step
@@ -28,6 +29,7 @@ from kmp.replay import (
     ReplayAttempts,
     StepContext,
     StepPrograms,
+    attributes_restored,
     failing_part,
     is_ragged,
     reason_of,
@@ -288,8 +290,6 @@ class BatchReplayer:
         """
         if self._replayed is None:
             return {"replay_error": "the batch was not kept"}
-        if self._capture.is_of_loop:
-            return {"replay_error": "the functions of a custom training loop are not traced again"}
         self._request(snapshot)
         try:
             graph = self._traced_for(self._replayed.data)
@@ -504,7 +504,8 @@ class BatchReplayer:
         """
         guard = guarded_step_of(self._model)
         graph = guard.graph_for(data, self._capture.optimizer) if guard else None
-        if guard and not guard.graphs and not self._capture.is_of_loop:
+        has_none = guard and not guard.graphs_of(self._capture.optimizer)
+        if guard and has_none and not self._capture.is_of_loop:
             if self._traced is None or self._repairs_in_trace != len(guard.repairs):
                 self._traced = self._traced_for(data)
                 self._repairs_in_trace = len(guard.repairs)
@@ -516,11 +517,25 @@ class BatchReplayer:
         return graph
 
     def _traced_for(self, data: Any) -> StepGraph:
-        """Returns a trace of the step, which runs as the one that trains does."""
-        layers, optimizers = [self._model, *self.beside], all_optimizers_of(self._model)
-        graph = traced_step(self._run, data, layers, optimizers)
+        """Returns a new trace of the step, which runs as the one that trains does.
+
+        Raises:
+            Exception: What the code of the user raises in it.
+        """
         guard = guarded_step_of(self._model)
-        graph.is_compiled = bool(guard and guard.graph and guard.graph.is_compiled)
+        assert guard is not None
+        layers, optimizers = [self._model, *self.beside], all_optimizers_of(self._model)
+        known = guard.graphs_of(self._capture.optimizer)
+        if self._capture.is_of_loop:
+            before, guard.graphs = guard.graphs, dict(guard.graphs)
+            try:
+                with attributes_restored(layers, optimizers):
+                    trace_function_again(known[0], models_with(layers))
+                return guard.graphs_of(self._capture.optimizer)[0]
+            finally:
+                guard.graphs = before
+        graph = traced_step(self._run, data, layers, optimizers)
+        graph.is_compiled = bool(known and known[0].is_compiled)
         return graph
 
     @property

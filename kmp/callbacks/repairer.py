@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import keras
 
-from kmp.advice import Finding, advise
+from kmp.advice import Finding
 from kmp.advice.diagnose import finding_of
 from kmp.advice.wording import capitalized
 from kmp.backend.keras_internals import (
@@ -19,9 +19,9 @@ from kmp.backend.keras_internals import (
 )
 from kmp.callbacks.batch_replayer import BatchReplayer
 from kmp.callbacks.recorder import Recorder
-from kmp.callbacks.retracing import models_with, trace_again, traced_by_user
+from kmp.callbacks.retracing import models_with, trace_again
 from kmp.callbacks.training_records import Row
-from kmp.diagnosis import Cure, RunMetrics, cure_of, thresholds
+from kmp.diagnosis import Cure, RunMetrics, cure_of
 from kmp.diagnosis.branches import flushed_layers
 from kmp.diagnosis.precision_causes import Repaired
 from kmp.diagnosis.soundness import is_harmful
@@ -43,6 +43,9 @@ class Repairer:
         optimizer: Its optimizer.
         recorder: The records of the training.
         replayer: The replays of the training.
+
+    Attributes:
+        obstacle: The error of the user's code with the last cure; empty if there was none.
     """
 
     def __init__(
@@ -59,7 +62,7 @@ class Repairer:
         """Begins a training. Replays of earlier ones are no reason for a repair."""
         self._examined = len(self._recorder.run.rows)
         self._rejected = self._last_replay()
-        self._has_said_why_not = False
+        self.obstacle = ""
 
     def _last_replay(self) -> Replay | None:
         replays = self._recorder.run.replays
@@ -106,10 +109,7 @@ class Repairer:
             return False
         self._examined = len(run.rows)
         cure = cure_of(run)
-        if cure is None:
-            self._say_why_not()
-            return False
-        if cure.replay is self._rejected:
+        if cure is None or cure.replay is self._rejected:
             return False
         self._rejected = cure.replay
         layers = computing_layers(self._model, self._replayer.beside)
@@ -127,29 +127,11 @@ class Repairer:
             if "trace_error" not in proof or tuple(outwards) == tuple(cure.layers):
                 break
             cure = replace(cure, layers=tuple(dict.fromkeys(outwards)))
+        self.obstacle = proof.get("trace_error", "")
         if "replay" not in proof:
             return False
         self._apply(cure, changed, proof)
         return True
-
-    def _say_why_not(self) -> None:
-        """Warns once of steps that are skipped in a row, and that no few layers repair."""
-        replay, snapshot = self._last_replay(), self._recorder.previous
-        if self._has_said_why_not or replay is None or replay.search is None:
-            return
-        is_of_16_bits = not replay.is_finite and replay.is_finite_in_float32
-        is_lasting = snapshot.nonfinite_losses_in_a_row >= thresholds.STUCK_AFTER
-        if not (is_of_16_bits and is_lasting) or replay.search.is_found:
-            return
-        problems = advise(self._recorder.run).problems
-        if not problems:
-            return
-        self._has_said_why_not = True
-        user_messages.warn(
-            f"{problems[0].title} The last {snapshot.nonfinite_losses_in_a_row} steps were skipped,"
-            " and kmp found no few layers to repair. What to change:\n "
-            f" {problems[0].change or problems[0].note}"
-        )
 
     def _proof(self, cure: Cure, changed: Sequence[keras.Layer]) -> Row:
         """Replays the batch with the cure. Returns the record of a sound replay, or of an error.
@@ -231,7 +213,7 @@ class Repairer:
         guard = guarded_step_of(self._model)
         if guard:
             guard.repairs.append(repair)
-            guard.graphs.clear()  # they are of the step before
+            guard.forget_graphs()  # they are of the step before
         trace_again([*models_with(changed), self._model])  # a layer may be beside the model
 
     def _warn(
@@ -250,7 +232,7 @@ class Repairer:
         if reason:
             sound = f"A replayed batch is sound with {these} in float32."
             why = f" {reason.rstrip('.')}. {sound}"
-        limits = _not_in_files(self._model, changed) + _still_in_16_bits(changed)
+        limits = _not_in_files(self._model, changed)
         user_messages.warn(
             f"{capitalized(when)} kmp set the {layers} {names} to float32, and"
             f" {continues}.{why} To make this change permanent:\n  {change}{limits}\n"
@@ -276,15 +258,4 @@ def _not_in_files(model: keras.Model, changed: Sequence[keras.Layer]) -> str:
     return (
         f"\nA saved file keeps this for {names} only if the config of {classes} contains it: make"
         " the change before you load the file."
-    )
-
-
-def _still_in_16_bits(changed: Sequence[keras.Layer]) -> str:
-    """Returns a sentence about functions of the user that compute with the earlier policy."""
-    names = traced_by_user(models_with(changed))
-    if not names:
-        return ""
-    return (
-        f"\nCreate these `tf.function`s again, which were traced before:"
-        f" {', '.join(map(repr, names))}. Those of Keras' models are traced again automatically."
     )

@@ -9,6 +9,7 @@ from kmp.backend import distribution
 from kmp.callbacks import nonfinite_steps
 from kmp.callbacks.batch_replayer import BatchReplayer
 from kmp.callbacks.failing_batch import FailingBatch
+from kmp.callbacks.harm_warning import HarmWarning
 from kmp.callbacks.monitor_settings import MonitorSettings
 from kmp.callbacks.nonfinite_steps import NonfiniteSteps, NonfiniteStreak
 from kmp.callbacks.recorder import Recorder
@@ -65,9 +66,12 @@ class Training:
         is_valid = earlier is not None and earlier.watches(model, optimizer)
         self._replayer: BatchReplayer | None = earlier if is_valid else None
         self._repairer: Repairer | None = None
+        self._harm_warning: HarmWarning | None = None
         self._detector: StuckDetector | None = None
         self._nonfinite: NonfiniteSteps | None = None
         self._before_nonfinite = before._nonfinite if before else None
+        warning = before._harm_warning if before else None
+        self._before_has_warned = warning is not None and warning.has_warned
         self._report: ReportWriter | None = None
         self._failing_batch: FailingBatch | None = None
         self.first_epoch = 0
@@ -122,6 +126,8 @@ class Training:
         if self._repairer:
             self._repairer.start()
         if self._replayer:
+            has_warned = continues and self._before_has_warned
+            self._harm_warning = HarmWarning(self.recorder, has_warned=has_warned)
             snapshot = self.recorder.previous
             self._replayer.begin(snapshot, self._planned_steps(), continues=continues)
 
@@ -185,6 +191,8 @@ class Training:
             self._mark_repair()
         if self._repairer and self._repairer.repair():
             self._mark_repair()
+        if self._harm_warning:
+            self._harm_warning.look(self._repairer.obstacle if self._repairer else "")
         if self._detector and new:
             self._detect()
         self._plan(counts, new)

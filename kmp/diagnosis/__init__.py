@@ -19,7 +19,7 @@ from kmp.diagnosis.cause import (
 from kmp.diagnosis.causes import causes_of
 from kmp.diagnosis.loop_replays import loop_gradients
 from kmp.diagnosis.loss_scale_sweep import WhatIf, what_if
-from kmp.diagnosis.repair import Cure, cure_of
+from kmp.diagnosis.repair import Cure, cure_of, incurable_cause_of
 from kmp.diagnosis.run_metrics import RunMetrics, name_of, since_last_fallback
 
 __all__ = [
@@ -37,6 +37,7 @@ __all__ = [
     "WhatIf",
     "causes_of",
     "cure_of",
+    "incurable_cause_of",
     "loop_gradients",
     "name_of",
     "since_last_fallback",

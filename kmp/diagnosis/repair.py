@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from kmp.diagnosis import causes, soundness, thresholds
-from kmp.diagnosis.cause import Cause, Stage
+from kmp.diagnosis.cause import ERROR, Cause, Stage
 from kmp.diagnosis.run_metrics import RunMetrics
 from kmp.records import Replay, Run
 
@@ -42,6 +42,24 @@ def cure_of(run: Run) -> Cure | None:
     if cause is None:
         return None
     return Cure(tuple(replay.float32_layers), cause, replay)
+
+
+def incurable_cause_of(run: Run) -> Cause | None:
+    """Returns a cause of harm that the records prove, and that no layer in float32 cures.
+
+    The graph of the training step shows it, or its last comparison is evidence by itself.
+    """
+    metrics = RunMetrics(run)
+    cause = min(causes.found_causes(metrics), key=_stage, default=None)
+    if cause is None or cause.cured_by_float32 or cause.severity != ERROR:
+        return None
+    if cause.stage is Stage.LOSS_SCALING:
+        return cause
+    replay = metrics.last_comparison
+    if replay is None or may_diverge(metrics, replay):
+        return None
+    is_proven = soundness.is_evidence(replay, metrics.format)
+    return cause if is_proven and soundness.is_harmful(replay, metrics.format) else None
 
 
 def _is_repeated(run: RunMetrics) -> bool:

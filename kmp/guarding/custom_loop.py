@@ -106,4 +106,5 @@ def _recorded(
     with contextlib.nullcontext(outer) if outer else recording(data) as step:
         yield step
     for each in watched:
-        each.graph_of_loop[optimizer] = step
+        if step:
+            each.keep_graph(step, loop_of=optimizer)

@@ -102,9 +102,8 @@ class GuardedTrainStep:
         assigned: The weights to which the step itself assigned values, such as averages of others.
         promoted: The lines of the user's code whose operands the last trace promoted to float32.
         beside: The layers beside the model that its step calls, as in the loss; of the last trace.
-        graph: The graph of the step, of the last trace; `None` in eager mode.
-        graphs: The last ones for batches of different structures, the newest first.
-        graph_of_loop: The same of a custom loop under `kmp.guard`, by optimizer.
+        graphs: The graphs of the last traces for batches of different structures, the newest first:
+            of `fit` under `None`, of a custom loop under `kmp.guard` by its optimizer.
         has_repaired_layers: Whether a repair, of this model or of another one, has set some of its
             layers to float32.
     """
@@ -119,9 +118,7 @@ class GuardedTrainStep:
         self.beside: list[keras.Layer] = []
         self.promoted: list[Place] = []
         self.assigned: list[keras.Variable] = []
-        self.graph: StepGraph | None = None
-        self.graphs: list[StepGraph] = []
-        self.graph_of_loop: dict[LossScaleOptimizer, StepGraph | None] = {}
+        self.graphs: dict[LossScaleOptimizer | None, list[StepGraph]] = {None: []}
         self._model = model
         self._metrics = FiniteMetrics(model)
         self._xla_obstacle = ""
@@ -185,17 +182,31 @@ class GuardedTrainStep:
 
         `None` if that is not known, as in eager mode.
         """
-        graph = self.graph_of_loop.get(optimizer, self.graph)
-        if graph is None or has_float8_gradients(self._model):
+        graphs = self.graphs_of(optimizer)
+        if not graphs or has_float8_gradients(self._model):
             return None  # gradients are scaled and clipped to float8 on purpose
-        return facts_of(graph, optimizer)
+        return facts_of(graphs[0], optimizer)
+
+    def graphs_of(self, optimizer: LossScaleOptimizer) -> list[StepGraph]:
+        """Returns the graphs of the steps in which an optimizer updates, the newest first.
+
+        Empty if none is known, as in eager mode.
+        """
+        return self.graphs.get(optimizer, self.graphs[None])
 
     def graph_for(self, data: Any, optimizer: LossScaleOptimizer) -> StepGraph | None:
-        """Returns the graph of the step for a batch, of `fit` or a loop in which it updates."""
-        if optimizer in self.graph_of_loop:
-            graph = self.graph_of_loop[optimizer]
-            return graph if graph and graph.takes(data) else None
-        return next((each for each in self.graphs if each.takes(data)), None)
+        """Returns the graph of the step for a batch; `None` if there is none."""
+        return next((each for each in self.graphs_of(optimizer) if each.takes(data)), None)
+
+    def keep_graph(self, graph: StepGraph, loop_of: LossScaleOptimizer | None = None) -> None:
+        """Keeps the graph of a step that was traced, of `fit` or of the loop of an optimizer."""
+        earlier = self.graphs.get(loop_of, [])
+        others = [each for each in earlier if not each.takes(graph.data)]
+        self.graphs[loop_of] = [graph, *others][:_MOST_GRAPHS]
+
+    def forget_graphs(self) -> None:
+        """Forgets the graphs, after which steps compute in other precisions."""
+        self.graphs = {None: []}
 
     def add_capture(self, optimizer: LossScaleOptimizer) -> BatchCapture:
         """Keeps batches for a callback, and drops what is of optimizers of before."""
@@ -205,8 +216,8 @@ class GuardedTrainStep:
         trained = set(map(id, optimizers_of(self._model).values()))
         kept = [each for each in self.captures if id(each.optimizer) in trained]
         self.captures = [*kept, capture]
-        for each in [each for each in self.graph_of_loop if id(each) not in trained]:
-            del self.graph_of_loop[each]
+        for each in [each for each in self.graphs if each and id(each) not in trained]:
+            del self.graphs[each]
         return capture
 
     def keeping(self, data: Any) -> contextlib.AbstractContextManager[None]:
@@ -232,14 +243,10 @@ class GuardedTrainStep:
     def _recorded(self, step: Callable[[Any], Any], data: Any) -> Any:
         with recording(data) as graph:
             logs = step(data)
-        # A function of the user's that was traced before is not traced again.
-        if graph is None or (found := graph.with_gradients):
-            self.graph = graph and found
-        if self.graph:
-            others = [each for each in self.graphs if not each.takes(self.graph.data)]
-            self.graphs = [self.graph, *others][:_MOST_GRAPHS]
-        else:
-            self.graphs = []
+        if graph is None:
+            self.graphs[None] = []
+        elif found := graph.with_gradients:  # not if it calls a function that was traced before
+            self.keep_graph(found)
         return logs
 
     def _passed(self, step: Callable[[Any], Any], data: Any) -> Any:

@@ -47,12 +47,8 @@ def traced_step(
             run(data)
             found[:] = [step.with_gradients or step]
 
-    inner = [each for layer in layers for each in sublayers(layer)]
-    scaling = [each for each in optimizers if isinstance(each, LossScaleOptimizer)]
-    monitors = [each.step_monitor for each in scaling]
-    objects = [*inner, *optimizers, *monitors, *(each.stage for each in monitors)]
     with (
-        attributes_restored(objects),
+        attributes_restored(layers, optimizers),
         patches.holding(Reason.REPLAY),
         context_value(user_messages.is_quiet, True),
     ):
@@ -89,8 +85,17 @@ def _recorded(step: StepGraph, operation: keras.Operation) -> Callable[..., Any]
 
 
 @contextlib.contextmanager
-def attributes_restored(objects: Iterable[Any]) -> Iterator[None]:
-    """Restores the attributes of objects: code of the user may keep a tensor, such as a loss."""
+def attributes_restored(
+    layers: Iterable[keras.Layer], optimizers: Iterable[keras.optimizers.Optimizer]
+) -> Iterator[None]:
+    """Restores attributes that the trace of a step sets.
+
+    Code of the user may keep a tensor in one, such as a loss.
+    """
+    inner = [each for layer in layers for each in sublayers(layer)]
+    scaling = [each for each in optimizers if isinstance(each, LossScaleOptimizer)]
+    monitors = [each.step_monitor for each in scaling]
+    objects = [*inner, *optimizers, *monitors, *(each.stage for each in monitors)]
     before = [(each, dict(vars(each))) for each in objects]
     try:
         yield

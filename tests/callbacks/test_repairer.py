@@ -147,11 +147,10 @@ def test_all_models_with_a_repaired_layer_compute_with_it(recwarn):
     encode(x)
     model.fit(x, y, batch_size=8, epochs=4, verbose=0, callbacks=defaults())
     assert encoder.layers[-1].compute_dtype == "float32"
-    message = next(text for text in map(str, recwarn) if "kmp set" in text)
-    assert "Create these `tf.function`s again, which were traced before: 'test_all" in message
-    assert message.count("encode'") == 1
+    assert len([text for text in map(str, recwarn) if "kmp set" in text]) == 1
 
     exact = other(x)
+    np.testing.assert_allclose(encode(x), encoder(x), rtol=0.02)  # a function of the user's
     np.testing.assert_allclose(encoder.predict(x, verbose=0), encoder(x), rtol=0.02)
     np.testing.assert_allclose(other.predict(x, verbose=0), exact, rtol=0.02)
     loss = pytest.approx(float(ops.mean((exact - y) ** 2)), rel=0.02)

@@ -275,7 +275,7 @@ def test_the_batch_of_a_loop_is_what_its_function_gets():
     iterator = iter(tf.data.Dataset.from_tensors((X, Y)).repeat())
     for step, arguments in [(tf.function(train), (X, Y)), (of_iterator, (iterator,))]:
         step(*arguments)
-        graph = guarded_step_of(model).graph_of_loop[optimizer]
+        graph = guarded_step_of(model).graphs_of(optimizer)[0]
         assert [tuple(each.shape) for each in graph.data] == [X.shape, Y.shape]
 
 
