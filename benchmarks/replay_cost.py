@@ -18,6 +18,7 @@ from kmp.bench.measurement import (
     seconds_per_call,
 )
 from kmp.bench.models import OURS, compiled_model, convolutional, mlp, timed_training, transformer
+from kmp.callbacks.batch_replayer import CRITERIA
 from kmp.guarding.guarded_step import guarded_step_of
 from kmp.replay import Passes, StepContext, replay_batch
 
@@ -77,7 +78,7 @@ def seconds_of_replay(model, batch, *, compares_formats=False):
     variables = {variable.path: variable for variable in model.trainable_variables}
     passes = Passes(model, batch, guarded_step_of(model).graph, variables)
     context = StepContext(1, 2.0**15, compares_formats=compares_formats)
-    return seconds_per_call(lambda: replay_batch(passes, context))
+    return seconds_per_call(lambda: replay_batch(passes, context, CRITERIA))
 
 
 if __name__ == "__main__":

@@ -189,7 +189,7 @@ def _lossy_operation(replay: Replay, origin: LayerError) -> _Reason | None:
 
 
 def _rounded_index(replay: Replay) -> LossyOperation | None:
-    lossy = replay.overflow.lossy if replay.overflow else []
+    lossy = soundness.lossy_operations(replay)
     return next((found for found in lossy if found.kind == "index"), None)
 
 

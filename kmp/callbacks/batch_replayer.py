@@ -16,6 +16,7 @@ from kmp.callbacks.replay_time import ReplayTime
 from kmp.callbacks.retracing import models_with, trace_function_again
 from kmp.callbacks.training_records import Row
 from kmp.diagnosis import soundness, thresholds
+from kmp.diagnosis.branches import flushed_branch, flushed_layers
 from kmp.guarding.guarded_step import guarded_step_of, has_keras_step
 from kmp.guarding.model_optimizers import all_optimizers_of
 from kmp.optimizer import LossScaleOptimizer
@@ -24,6 +25,7 @@ from kmp.records.jsonl import check_record
 from kmp.replay import (
     MOST_EXAMPLES,
     CapturedBatch,
+    Criteria,
     Failure,
     Passes,
     ReplayAttempts,
@@ -58,6 +60,13 @@ _COMPARED_SHARE, _MANY_NUMBERS = 16, 2**18
 # After a harmful comparison, until there are enough for a proof: in multiples of the last step, and
 # at least so many steps later.
 _COMPARED_SOON, _SOONEST = 1.25, 16
+
+CRITERIA = Criteria(
+    is_harmful=soundness.shows_harm,
+    lost_states=lambda comparison: soundness.harmful_states(comparison.states),
+    flushed_layers=flushed_layers,
+    flushed_branch=flushed_branch,
+)
 
 
 class BatchReplayer:
@@ -383,7 +392,8 @@ class BatchReplayer:
             compares_formats=self._compares_formats,
         )
         try:
-            found, reference = replay_batch(replace(passes, deadline=began + most), context)
+            limited = replace(passes, deadline=began + most)
+            found, reference = replay_batch(limited, context, CRITERIA)
         except TimeoutError:
             raise TimeoutError(
                 f"{passes.examples} examples take longer than {most:.0f} s"

@@ -179,7 +179,7 @@ class WrongGradients(Cause):
     def of(cls, run: RunMetrics) -> "WrongGradients | None":
         """Returns the cause if the run has it."""
         last = run.harmful_comparison
-        if last is None or soundness.has_few_examples(last, run.format):
+        if last is None or soundness.has_few_examples(last.examples, run.format):
             return None
         if not soundness.harmful_gradients(last):
             return None

@@ -7,6 +7,7 @@ from kmp.diagnosis import thresholds
 from kmp.records import Replay
 from kmp.records.replay import (
     LOSS_FUNCTION,
+    Comparison,
     GradientError,
     LayerError,
     LossyOperation,
@@ -124,15 +125,17 @@ def harmful_gradients(replay: Replay) -> list[GradientError]:
 
 def is_harmful(replay: Replay, number_format: FloatFormat = FLOAT16) -> bool:
     """Whether the results of a replay differ so much that 16 bits hurt the training."""
-    if replay.comparison is None:
-        return False
-    errors = replay.comparison
-    if lost_states(replay):
+    compared = replay.comparison
+    return compared is not None and shows_harm(compared, number_format, replay.examples)
+
+
+def shows_harm(comparison: Comparison, number_format: FloatFormat, examples: int) -> bool:
+    """Whether a comparison of so many examples shows that 16 bits hurt the training."""
+    if harmful_states(comparison.states):
         return True
-    if has_few_examples(replay, number_format):
+    if has_few_examples(examples, number_format):
         return False
-    is_of_loop = replay.loop is not None
-    return are_harmful(errors.output_error, errors.gradients, number_format, is_of_loop=is_of_loop)
+    return are_harmful(comparison.output_error, comparison.gradients, number_format)
 
 
 def is_evidence(replay: Replay, number_format: FloatFormat = FLOAT16) -> bool:
@@ -166,9 +169,9 @@ def agree_on_harm(comparisons: Sequence[Replay], number_format: FloatFormat = FL
     return 2 * len(harmful) >= len(latest)
 
 
-def has_few_examples(replay: Replay, number_format: FloatFormat) -> bool:
+def has_few_examples(examples: int, number_format: FloatFormat) -> bool:
     """Whether a comparison has too few examples to tell harm from rounding, which is coarse."""
-    return number_format is BFLOAT16 and replay.examples < thresholds.FEW_EXAMPLES
+    return number_format is BFLOAT16 and examples < thresholds.FEW_EXAMPLES
 
 
 def loss_difference(replay: Replay) -> float:
@@ -211,10 +214,15 @@ def overflow_inside(replay: Replay) -> NonfiniteOperation | None:
     return next((each for each in forward_operations(replay) if each.layer in suspects), None)
 
 
+def lossy_operations(replay: Replay) -> list[LossyOperation]:
+    """Returns the operations for whose results 16 bits are too few, the worst first."""
+    found = replay.overflow.lossy if replay.overflow else []
+    return [each for each in found if each.error > thresholds.HARMFUL_OUTPUT_ERROR]
+
+
 def lossy_operation(replay: Replay, is_of: Callable[[str], bool]) -> LossyOperation | None:
     """Returns the operation that loses most, of those in the layers of which `is_of` holds."""
-    found = replay.overflow.lossy if replay.overflow else []
-    inside = (each for each in found if is_of(each.layer))
+    inside = (each for each in lossy_operations(replay) if is_of(each.layer))
     return max(inside, key=lambda each: each.error, default=None)
 
 

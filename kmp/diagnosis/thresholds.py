@@ -1,10 +1,9 @@
 """The thresholds of the diagnosis, each with its source or the measurement behind it.
 
-Those by which a replay searches layers to compute in float32 stand here too, and those by which the
-report finds where two runs differ. A test moves each by a fifth and by a factor of two on the
-recorded runs of the programs of `docs/advice.md`, and `docs/thresholds.md` lists which changes of a
-verdict that made. "Not seen" marks a threshold that none of these runs depends on within a factor
-of two: its reason is an argument, not a measurement.
+Those by which the report finds where two runs differ stand here too. A test moves each by a fifth
+and by a factor of two on the recorded runs of the programs of `docs/advice.md`, and
+`docs/thresholds.md` lists which changes of a verdict that made. "Not seen" marks a threshold that
+none of these runs depends on within a factor of two: its reason is an argument, not a measurement.
 """
 
 # Shares of all training steps.
@@ -118,10 +117,6 @@ PART_OF_STEP = 0.1
 # Powers of two.
 SPARE_BITS = 6.0  # of headroom: far more than a scale needs that grows until it overflows
 MARGIN_BITS = 1  # of headroom at the highest recommended scale
-USABLE_BITS = 2  # between the largest gradient of a replay and float16's maximum
-# Of `kmp.enable`. Not seen: samples or a replay show a better scale in all runs that need one.
-# Kept for runs that have neither.
-LOG2_DEFAULT_SCALE = 15
 
 # Norm of an update, relative to the norm of the weights.
 TYPICAL_UPDATE = 1e-2  # at the high end; 1e-3 is usual

@@ -19,6 +19,7 @@ from kmp.diagnosis.cause import (
 from kmp.diagnosis.loss_scale_sweep import usable_scale
 from kmp.diagnosis.run_metrics import RunMetrics
 from kmp.records.gradient_sample import layer_of
+from kmp.scaling import DynamicScale
 from kmp.utils.float_formats import FLOAT32
 
 
@@ -177,7 +178,7 @@ def _compared_layers(run: RunMetrics) -> set[str]:
 def _larger_scale(run: RunMetrics) -> Edits:
     """Returns the largest scale that the samples or a replay allow, or a dynamic one."""
     curve, highest = run.curve, usable_scale(run.run)
-    best = thresholds.LOG2_DEFAULT_SCALE
+    best = round(math.log2(DynamicScale.initial_scale))
     if curve and curve.recommended:
         best = curve.recommended[1]
     elif 0.0 < highest < math.inf:  # all samples are zero, so only a replay shows the gradients

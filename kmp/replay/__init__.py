@@ -3,6 +3,7 @@
 from kmp.replay.batch_capture import MOST_EXAMPLES, BatchCapture, CapturedBatch, is_ragged
 from kmp.replay.batch_checks import NonfiniteRows, nonfinite_rows
 from kmp.replay.batch_replay import Failure, StepContext, failing_part, replay_batch
+from kmp.replay.criteria import Criteria
 from kmp.replay.failure_reasons import reason_of
 from kmp.replay.kept_batches import KeptBatches
 from kmp.replay.layer_search import Choices, find_float32_layers
@@ -19,6 +20,7 @@ __all__ = [
     "BatchCapture",
     "CapturedBatch",
     "Choices",
+    "Criteria",
     "Failure",
     "KeptBatches",
     "NonfiniteRows",

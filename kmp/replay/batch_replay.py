@@ -17,7 +17,6 @@ import numpy as np
 import tensorflow as tf
 
 from kmp.backend.keras_internals import compute_dtypes
-from kmp.diagnosis import soundness, thresholds
 from kmp.records import GradientSample, Replay
 from kmp.records.gradient_sample import layer_of
 from kmp.records.replay import (
@@ -31,12 +30,14 @@ from kmp.records.replay import (
 )
 from kmp.replay.batch_capture import is_ragged
 from kmp.replay.batch_checks import check_batch, invalid_binary_targets, invalid_targets
+from kmp.replay.criteria import Criteria
 from kmp.replay.kept_branch import (
+    HEADROOM_BITS,
     ScaleRange,
     branch_to_keep,
     flushed_share,
-    flushed_variables,
     gradients_in_16_bits,
+    shares_flushed_at,
 )
 from kmp.replay.layer_results import LayerResults
 from kmp.replay.layer_search import computing_choices, find_float32_layers
@@ -45,6 +46,7 @@ from kmp.replay.other_format import other_format
 from kmp.replay.output_errors import magnitudes_of
 from kmp.replay.passes import Passes, PassResult, as_array, tiled
 from kmp.replay.precision_loss import Reference, gradient_errors, layer_errors, state_errors
+from kmp.scaling import DynamicScale
 from kmp.utils.float_formats import BFLOAT16, FLOAT16, FLOAT32, FloatFormat, computing_format
 
 logger = logging.getLogger("kmp")
@@ -52,6 +54,7 @@ logger = logging.getLogger("kmp")
 Failure = Literal["loss", "gradients"]
 
 _MOST_NAMED = 100
+_LARGE_ERROR = 0.05  # of outputs, from which that of each layer is measured, in another pass
 _BFLOAT16_SECONDS = 2.0  # more, for a pass in bfloat16 after a search that has found nothing
 _SEARCH_SECONDS = 4.0  # more, for the search in a batch that 16 bits ruin
 _SCALE_SECONDS = 1.0  # of these, for loss scales at which no layer has to change
@@ -79,7 +82,7 @@ class StepContext:
 
     step: int
     loss_scale: float
-    initial_scale: float = 2.0**thresholds.LOG2_DEFAULT_SCALE
+    initial_scale: float = DynamicScale.initial_scale
     min_scale: float = FLOAT16.smallest_normal
     batch_size: int | None = None
     failed: Failure | None = None
@@ -87,7 +90,9 @@ class StepContext:
     compares_formats: bool = False
 
 
-def replay_batch(passes: Passes, context: StepContext) -> tuple[Replay, GradientSample | None]:
+def replay_batch(
+    passes: Passes, context: StepContext, criteria: Criteria
+) -> tuple[Replay, GradientSample | None]:
     """Replays a batch, and restores the model.
 
     Args:
@@ -97,6 +102,7 @@ def replay_batch(passes: Passes, context: StepContext) -> tuple[Replay, Gradient
         context: The training step of the batch. If that failed and the replay of some examples is
             finite, they are replayed again as a batch of the original size: a sum over the batch
             may overflow.
+        criteria: What the replay looks for.
 
     Returns:
         What the passes showed, and the gradients in float32, or `None` if invalid targets make the
@@ -107,13 +113,13 @@ def replay_batch(passes: Passes, context: StepContext) -> tuple[Replay, Gradient
     """
     size = context.batch_size or passes.examples
     context = replace(context, batch_size=size)
-    result = _BatchReplay(passes, context).run()
+    result = _BatchReplay(passes, context, criteria).run()
     is_too_small = passes.has_backward and size > passes.examples
     if is_too_small and not _fails_as_before(result[0], context.failed):
         # The first result stands.
         with contextlib.suppress(TimeoutError, tf.errors.ResourceExhaustedError):
             whole = replace(passes, data=tiled(passes.data, size))
-            result = _BatchReplay(whole, context).run()
+            result = _BatchReplay(whole, context, criteria).run()
     return result
 
 
@@ -162,8 +168,8 @@ def _share_of_batch(passes: Passes, batch_size: int) -> float:
 class _BatchReplay:
     """One replay: checks the batch, passes it in both precisions, and compares the two passes."""
 
-    def __init__(self, passes: Passes, context: StepContext) -> None:
-        self._context = context
+    def __init__(self, passes: Passes, context: StepContext, criteria: Criteria) -> None:
+        self._context, self._criteria = context, criteria
         batch_size = context.batch_size or passes.examples
         self._share = _share_of_batch(passes, batch_size)
         layers = (passes.model, *passes.beside)
@@ -303,7 +309,7 @@ class _BatchReplay:
         if not (self._has_float16 and math.isfinite(own.loss)):
             return found
         highest = self._scale_of_search(found, own, exact)
-        kept = exact.gradients.keys() - flushed_variables(exact, own.marks, highest)
+        kept = exact.gradients.keys() - self._flushed_at(highest, exact, own)
         began = time.monotonic()
         with contextlib.suppress(TimeoutError):
             for part in _LOWER_SCALES:
@@ -312,7 +318,7 @@ class _BatchReplay:
                 if scale < self._context.min_scale or not has_time:
                     break
                 result = passes.in_own_precision(factor=scale * self._share, reference=exact)
-                if _mostly_flushed(result, exact) & kept:
+                if self._flushed(_flushed_shares(result, exact)) & kept:
                     break
                 if result.is_finite:
                     usable = found.gradients.usable_scale if part == 1.0 else scale
@@ -337,7 +343,7 @@ class _BatchReplay:
         highest = self._context.initial_scale
         if scale < highest:
             scales = ScaleRange(lowest=scale, highest=highest, share=self._share)
-            branch = branch_to_keep(self._searching, own.marks, exact, scales)
+            branch = branch_to_keep(self._searching, own.marks, exact, scales, self._criteria)
 
         def is_sound(result: PassResult) -> bool:
             if not result.is_finite:
@@ -368,10 +374,17 @@ class _BatchReplay:
         usable = found.gradients.usable_scale or 1.0
         scale = max(self._context.min_scale, usable)
         if scale < 1.0:
-            at_1 = flushed_variables(exact, own.marks, 1.0)
-            flushed = flushed_variables(exact, own.marks, scale)
-            scale = 1.0 if flushed > at_1 else scale
+            flushed = self._flushed_at(scale, exact, own)
+            scale = 1.0 if flushed > self._flushed_at(1.0, exact, own) else scale
         return min(scale, self._context.loss_scale)
+
+    def _flushed_at(self, loss_scale: float, exact: PassResult, own: PassResult) -> set[str]:
+        """Returns the paths of the variables of whose gradient a loss scale flushes the most."""
+        return self._flushed(shares_flushed_at(loss_scale, exact, own.marks))
+
+    def _flushed(self, shares: Mapping[str, float]) -> set[str]:
+        """Returns the paths of the variables of whose gradient so much is flushed."""
+        return {*self._criteria.flushed_layers(shares, lambda path: path)}
 
     def _find_operations(self, exact: PassResult) -> Overflow:
         """Returns where NaN and Inf begin, and the constants that float16 loses in those layers."""
@@ -435,9 +448,7 @@ class _BatchReplay:
         except Exception:  # XLA may not allow it
             logger.debug("There is no pass by the program that trains:", exc_info=True)
             return None
-        errors = comparison.output_error, comparison.gradients
-        is_harmful = soundness.are_harmful(*errors, self._format)
-        return None if is_harmful else replace(found, comparison=comparison)
+        return None if self._is_harmful(comparison) else replace(found, comparison=comparison)
 
     def _with_failing_program(
         self, found: Replay, programs: Passes, own: PassResult, exact: PassResult
@@ -476,27 +487,27 @@ class _BatchReplay:
             states = state_errors(own, reference)
         comparison = replace(comparison, layers=layer_errors(own), states=states)
         found = replace(found, comparison=comparison)
-        is_harmful = soundness.is_harmful(found, self._format)
-        if is_harmful or comparison.output_error > thresholds.HARMFUL_OUTPUT_ERROR:
+        is_harmful = self._is_harmful(comparison)
+        if is_harmful or comparison.output_error > _LARGE_ERROR:
             with contextlib.suppress(TimeoutError):
                 comparison = replace(comparison, layers=layer_errors(own, self._measured))
                 found = replace(found, comparison=comparison)
         if not is_harmful:
             return found
-        if not soundness.lost_states(found) and (shown := self._by_program(found)):
+        lost = self._criteria.lost_states(comparison)
+        if not lost and (shown := self._by_program(found)):
             return shown
 
         # In float16, at the largest usable scale: if it only flushed gradients to zero, no layer
         # has to change.
         usable = (found.gradients.usable_scale or 0.0) * self._share
-        lost = [layer_of(each.path) for each in soundness.harmful_states(states)]
         search, watched = find_float32_layers(
             self._searching,
             lambda result: self._is_sound(result, reference, self._format),
             exact,
             computing_choices(self._passes),
             factor=max(usable, self._passes.factor),
-            suspects=lost,
+            suspects=[layer_of(each.path) for each in lost],
             new_errors=lambda: self._measured.new_errors,
         )
         found = replace(found, search=search)
@@ -536,10 +547,13 @@ class _BatchReplay:
     ) -> bool:
         if not result.is_finite:
             return False
-        compared = _compared(result, reference)
-        if soundness.are_harmful(compared.output_error, compared.gradients, number_format):
-            return False
-        return not soundness.harmful_states(state_errors(result, reference))
+        states = state_errors(result, reference)
+        comparison = replace(_compared(result, reference), states=states)
+        return not self._is_harmful(comparison, number_format)
+
+    def _is_harmful(self, comparison: Comparison, number_format: FloatFormat | None = None) -> bool:
+        number_format = number_format or self._format
+        return self._criteria.is_harmful(comparison, number_format, self._passes.examples)
 
     def _reference(self, exact: PassResult) -> Reference:
         return Reference(
@@ -575,12 +589,11 @@ def _compared(result: PassResult, reference: Reference) -> Comparison:
     return Comparison(result.marks.output_error, gradients=gradients)
 
 
-def _mostly_flushed(result: PassResult, exact: PassResult) -> set[str]:
-    """Returns the paths of the variables most of whose gradient is zero in a pass only."""
-    shares = {
+def _flushed_shares(result: PassResult, exact: PassResult) -> dict[str, float]:
+    """Returns the share of each variable's gradient that is zero in a pass only."""
+    return {
         path: flushed_share(result.gradients[path], each) for path, each in exact.gradients.items()
     }
-    return {path for path, share in shares.items() if share > thresholds.MOSTLY_FLUSHED}
 
 
 def _usable_scale(exact: PassResult, own: LayerResults, share: float) -> float | None:
@@ -606,5 +619,5 @@ def _usable_scale(exact: PassResult, own: LayerResults, share: float) -> float |
     largest = max([*of_activations, *of_variables], default=0.0)
     if not largest or not math.isfinite(largest):
         return None
-    exponent = math.floor(math.log2(FLOAT16.max / largest)) - thresholds.USABLE_BITS
+    exponent = math.floor(math.log2(FLOAT16.max / largest)) - HEADROOM_BITS
     return 2.0 ** min(exponent, FLOAT32.max_exponent)

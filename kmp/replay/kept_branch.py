@@ -3,7 +3,7 @@
 import contextlib
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import keras
@@ -11,14 +11,14 @@ import numpy as np
 
 from kmp.backend.keras_internals import created_layers
 from kmp.backend.layer_graph import next_layers
-from kmp.diagnosis import thresholds
-from kmp.diagnosis.branches import flushed_branch, flushed_layers
 from kmp.records.gradient_sample import layer_of
+from kmp.replay.criteria import Criteria
 from kmp.replay.layer_results import LayerResults
 from kmp.replay.passes import Passes, PassResult, as_array
 from kmp.utils.float_formats import FLOAT16
 from kmp.utils.names import path_and_parents
 
+HEADROOM_BITS = 2  # between the largest gradient of a replay and float16's maximum
 _STEP = 4.0  # from a loss scale that flushes a branch to the next one to try
 
 
@@ -30,11 +30,13 @@ class KeptBranch:
         loss_scale: The loss scale of that pass.
         layer_of_variable: The layers of the branch, by the paths of their variables.
         exact: The pass in float32.
+        criteria: Which gradients are flushed.
     """
 
     loss_scale: float
     layer_of_variable: Mapping[str, str]
     exact: PassResult
+    criteria: Criteria
 
     @property
     def layers(self) -> list[str]:
@@ -47,7 +49,7 @@ class KeptBranch:
         for path in self.layer_of_variable:
             exact = self.exact.gradients[path]
             shares[path] = flushed_share(result.gradients[path], exact)
-        return bool(flushed_layers(shares, self.layer_of_variable.__getitem__))
+        return bool(self.criteria.flushed_layers(shares, self.layer_of_variable.__getitem__))
 
 
 @dataclass(frozen=True)
@@ -67,7 +69,7 @@ class ScaleRange:
 
 
 def branch_to_keep(
-    passes: Passes, own: LayerResults, exact: PassResult, scales: ScaleRange
+    passes: Passes, own: LayerResults, exact: PassResult, scales: ScaleRange, criteria: Criteria
 ) -> KeptBranch | None:
     """Returns the branch that the lowest loss scale would flush, and the scale that it needs.
 
@@ -78,6 +80,7 @@ def branch_to_keep(
         own: The layers of a pass in the precision of the model.
         exact: The pass in float32.
         scales: The loss scales to choose from.
+        criteria: Which gradients are flushed, and which of them are a branch.
     """
     layers = created_layers(passes.model)
     following = next_layers(passes.model)
@@ -87,14 +90,14 @@ def branch_to_keep(
     layer_of_variable = {path: _created_layer(path, layers) for path in shares}
     if not following:
         return None  # the order of variables alone is no proof
-    branch = flushed_branch(shares, layer_of_variable.__getitem__, following)
+    branch = criteria.flushed_branch(shares, layer_of_variable.__getitem__, following)
     scale_of = _scales_needed(magnitudes, layer_of_variable, branch)
     kept = [layer for layer, scale in scale_of.items() if scale <= scales.highest]
     if not kept:
         return None
     in_branch = {path: layer for path, layer in layer_of_variable.items() if layer in kept}
     needed = max(scales.lowest, *(scale_of[layer] for layer in kept))
-    return _measured(passes, KeptBranch(needed, in_branch, exact), scales)
+    return _measured(passes, KeptBranch(needed, in_branch, exact, criteria), scales)
 
 
 def _scales_needed(
@@ -128,8 +131,7 @@ def _measured(passes: Passes, branch: KeptBranch, scales: ScaleRange) -> KeptBra
                 return None
             scale = min(scale * _STEP, scales.highest)
     # With a margin, because the gradients of other batches are smaller.
-    scale = min(scale * 2.0**thresholds.USABLE_BITS, scales.highest)
-    return KeptBranch(scale, branch.layer_of_variable, branch.exact)
+    return replace(branch, loss_scale=min(scale * 2.0**HEADROOM_BITS, scales.highest))
 
 
 def gradients_in_16_bits(exact: PassResult, own: LayerResults) -> Iterator[tuple[str, np.ndarray]]:
@@ -146,16 +148,15 @@ def gradients_in_16_bits(exact: PassResult, own: LayerResults) -> Iterator[tuple
             yield path, as_array(gradient)
 
 
-def flushed_variables(exact: PassResult, own: LayerResults, loss_scale: float) -> set[str]:
-    """Returns the paths of the variables of whose gradient a loss scale flushes the most.
+def shares_flushed_at(loss_scale: float, exact: PassResult, own: LayerResults) -> dict[str, float]:
+    """Returns the share of each variable's gradient that a loss scale flushes.
 
     The other arguments are those of `gradients_in_16_bits`.
     """
-    flushed = set()
-    for path, gradient in gradients_in_16_bits(exact, own):
-        if _share_below(np.abs(gradient), loss_scale) > thresholds.MOSTLY_FLUSHED:
-            flushed.add(path)
-    return flushed
+    return {
+        path: _share_below(np.abs(gradient), loss_scale)
+        for path, gradient in gradients_in_16_bits(exact, own)
+    }
 
 
 def flushed_share(own: Any, exact: Any) -> float:

@@ -5,7 +5,6 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from kmp.diagnosis import thresholds
 from kmp.records.replay import LossyOperation
 from kmp.replay.nonfinite_operations import FloatValues
 from kmp.replay.output_errors import LARGEST_ERROR
@@ -17,6 +16,7 @@ _LONG_SUMS = "Cumsum", "Sum"
 # The largest argument for which the function is not exactly 1 in float32.
 _SATURATING = {"Sigmoid": 16.6, "Tanh": 9.0}
 _SMALL_DIFFERENCE = 0.25  # of the operands
+_NOTED_ERROR = 0.01  # of results; smaller ones are their rounding
 CLASSIFIED = {*_SUMS, *_PERIODIC, *_SATURATING, *_LONG_SUMS}
 
 Kind = Literal["cancellation", "phase", "saturation", "lost_terms", "index"]
@@ -54,7 +54,7 @@ def _lossy_cast(layer: str, operand: FloatValues) -> list[LossyOperation]:
     sizes = np.abs(operand.array.astype(np.float32))
     limit = FORMATS_16_BIT[operand.dtype].max_exact_integer
     share = float(np.mean(sizes > limit)) if sizes.size else 0.0
-    if share <= thresholds.HARMFUL_OUTPUT_ERROR or not np.isfinite(sizes).all():
+    if share <= _NOTED_ERROR or not np.isfinite(sizes).all():
         return []
     largest, typical = float(sizes.max()), _mean_size(sizes)
     return [LossyOperation(layer, "Cast", "index", operand.dtype, largest, typical, share, share)]
@@ -67,7 +67,7 @@ def _classified(
     result: FloatValues,
     number_format: FloatFormat,
 ) -> list[LossyOperation]:
-    """Returns what an operation loses, each with an estimate above what does no harm."""
+    """Returns what an operation loses, if that is more than the rounding of its result."""
     sampled = _sampled(operands, result)
     if sampled is None:
         return []
@@ -87,7 +87,7 @@ def _classified(
     return [
         LossyOperation(layer, operation, each.kind, result.dtype, largest, *each[1:])
         for each in losses
-        if each.error > thresholds.HARMFUL_OUTPUT_ERROR
+        if each.error > _NOTED_ERROR
     ]
 
 

@@ -8,11 +8,12 @@ import tensorflow as tf
 from kmp.backend.graph_formats import CAST, KEEPING_FORMAT
 from kmp.backend.step_graph import StepGraph
 from kmp.backend.step_places import LayerCall
-from kmp.diagnosis.thresholds import HARMFUL_OUTPUT_ERROR
 from kmp.replay.layer_results import LayerResults, numeric_outputs, sample
 from kmp.replay.output_errors import largest_error, samples_of
 from kmp.replay.step_program import ProgramView
 from kmp.utils.float_formats import DTYPES_16_BIT
+
+_NOTED_ERROR = 0.01  # smaller ones are rounding, of whatever
 
 
 class NewErrors:
@@ -63,7 +64,7 @@ class NewErrors:
             exact, own, rounded = (samples_of(each) for each in kinds)
             error = largest_error(own, exact)
             results.new_errors[path] = max(error, results.new_errors.get(path, 0.0))
-            if error > HARMFUL_OUTPUT_ERROR:
+            if error > _NOTED_ERROR:
                 error = largest_error(rounded, exact)
                 results.input_errors[path] = max(error, results.input_errors.get(path, 0.0))
 

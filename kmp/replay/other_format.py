@@ -8,10 +8,10 @@ from kmp.backend.keras_internals import compute_dtypes
 from kmp.records.replay import Comparison, Format16, OtherFormat, Overflow
 from kmp.replay.passes import Passes, PassResult
 from kmp.replay.precision_loss import Reference, gradient_errors, layer_errors
+from kmp.scaling import DynamicScale
 from kmp.utils.float_formats import FLOAT16
 
 _MOST_NAMED = 100
-_DEFAULT_SCALE = 2.0**15  # of `kmp.enable`
 OTHER_FORMATS: dict[str, Format16] = {"float16": "bfloat16", "bfloat16": "float16"}
 
 
@@ -45,7 +45,7 @@ def other_format(
         return None
     loss_scale = 1.0  # bfloat16 has the exponent range of float32
     if other == FLOAT16.name:
-        loss_scale = min(usable_scale or _DEFAULT_SCALE, _DEFAULT_SCALE)
+        loss_scale = min(usable_scale or DynamicScale.initial_scale, DynamicScale.initial_scale)
     factor = loss_scale * share
     try:
         result = passes.in_format(other, factor=factor, reference=exact)

@@ -8,6 +8,7 @@ from models import Cube
 from passes import passes_of
 
 import kmp
+from kmp.callbacks.batch_replayer import CRITERIA
 from kmp.records.replay import LOSS_FUNCTION, InvalidTargets
 from kmp.replay import StepContext, replay_batch
 from kmp.replay.passes import as_array
@@ -45,7 +46,8 @@ def model_of(*hidden, loss="mse", outputs=1, **options):
 def replayed(model, x=None, y=None, loss_scale=8.0, **options):
     x = np.linspace(0, 1, 4 * ROWS, dtype="float32").reshape(ROWS, 4) if x is None else x
     y = np.zeros((len(x), 1), "float32") if y is None else y
-    return replay_batch(passes_of(model, (x, y)), StepContext(1, loss_scale, **options))[0]
+    context = StepContext(1, loss_scale, **options)
+    return replay_batch(passes_of(model, (x, y)), context, CRITERIA)[0]
 
 
 def named(paths):

@@ -8,6 +8,7 @@ from keras import layers, ops
 from passes import passes_of
 
 import kmp
+from kmp.callbacks.batch_replayer import CRITERIA
 from kmp.replay import StepContext, replay_batch
 
 ROWS = 16
@@ -23,7 +24,7 @@ def replayed(policy, layer, x=None, copies=1, **context):
         x = np.random.default_rng(0).normal(size=(ROWS, 4)).astype("float32")
     passes = passes_of(model, (x, x[:, :1]))
     context = {"loss_scale": 1.0, "initial_scale": 1.0} | context
-    return replay_batch(passes, StepContext(1, **context))[0]
+    return replay_batch(passes, StepContext(1, **context), CRITERIA)[0]
 
 
 def named(paths):

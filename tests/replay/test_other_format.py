@@ -10,6 +10,7 @@ from models import Cube
 from passes import passes_of
 
 import kmp
+from kmp.callbacks.batch_replayer import CRITERIA
 from kmp.replay import StepContext, replay_batch
 
 ROWS = 8
@@ -19,7 +20,7 @@ def replayed(model, x=None, y=None, *, compares_formats=True):
     x = np.linspace(0, 1, 4 * ROWS, dtype="float32").reshape(ROWS, 4) if x is None else x
     y = np.zeros((len(x), 1), "float32") if y is None else y
     context = StepContext(1, model.optimizer.initial_scale, compares_formats=compares_formats)
-    return replay_batch(passes_of(model, (x, y)), context)[0]
+    return replay_batch(passes_of(model, (x, y)), context, CRITERIA)[0]
 
 
 def model_in(policy, *hidden, **options):

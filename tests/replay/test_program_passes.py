@@ -8,6 +8,7 @@ from conftest import HAS_GPU, MODES
 from keras import layers, ops
 
 import kmp
+from kmp.callbacks.batch_replayer import CRITERIA
 from kmp.diagnosis.soundness import is_harmful
 from kmp.guarding.guarded_step import guarded_step_of
 from kmp.replay import Passes, StepContext, replay_batch
@@ -53,7 +54,7 @@ def replayed(function, mode, examples=32, model_class=keras.Sequential, **contex
     variables = {each.path: each for each in model.trainable_variables}
     graph = guarded_step_of(model).graph
     passes = Passes(model, (X[:examples], Y[:examples]), graph, variables, kind=kind)
-    return replay_batch(passes, StepContext(1, 2.0**10, batch_size=32, **context))[0]
+    return replay_batch(passes, StepContext(1, 2.0**10, batch_size=32, **context), CRITERIA)[0]
 
 
 @pytest.mark.parametrize(("mode", "is_lost"), [("graph", True), ("xla", False)])

@@ -10,6 +10,7 @@ from passes import passes_of
 from test_batch_replay import named
 
 import kmp
+from kmp.callbacks.batch_replayer import CRITERIA
 from kmp.diagnosis.soundness import error_origin, is_harmful, lost_states
 from kmp.replay import StepContext, replay_batch
 
@@ -213,7 +214,8 @@ def own_model(kind, *layers, **options):
 
 
 def replayed(model, loss_scale=1024.0, data=(X, Y)):
-    return replay_batch(passes_of(model, data, kind="user"), StepContext(1, loss_scale))[0]
+    passes = passes_of(model, data, kind="user")
+    return replay_batch(passes, StepContext(1, loss_scale), CRITERIA)[0]
 
 
 @pytest.mark.parametrize("kind", [Clipped, Penalized, InFunction, TwoOptimizers, UnscaledTogether])
