@@ -190,7 +190,7 @@ class BatchReplayer:
     def _replay_if_due(
         self, snapshot: Snapshot, variables: Mapping[str, Any], is_last: bool
     ) -> Row | None:
-        if self._attempts.reason:
+        if self._attempts.reason or self.runs_earlier_trace:
             return None
         has_overflowed = self._has_more_overflows(snapshot)
         is_compared = self._is_comparison_due(snapshot, is_last)
@@ -525,6 +525,13 @@ class BatchReplayer:
         if graph is not self._graph_of_programs:
             self._graph_of_programs, self._programs = graph, StepPrograms()
         return graph
+
+    @property
+    def runs_earlier_trace(self) -> bool:
+        """Whether a training loop was not traced again since the last repair."""
+        guard = guarded_step_of(self._model)
+        assert guard is not None
+        return self._capture.is_of_loop and not guard.graphs_of(self._capture.optimizer)
 
     def _traced_for(self, data: Any) -> StepGraph:
         """Returns a new trace of the step, which runs as the one that trains does.

@@ -63,6 +63,7 @@ class Repairer:
         self._examined = len(self._recorder.run.rows)
         self._rejected = self._last_replay()
         self.obstacle = ""
+        self._repaired_at: int | None = None  # the step, until another one has been checked
 
     def _last_replay(self) -> Replay | None:
         replays = self._recorder.run.replays
@@ -108,6 +109,7 @@ class Repairer:
         if len(run.rows) == self._examined:
             return False
         self._examined = len(run.rows)
+        self._check_trace()
         cure = cure_of(run)
         if cure is None or cure.replay is self._rejected:
             return False
@@ -132,6 +134,19 @@ class Repairer:
             return False
         self._apply(cure, changed, proof)
         return True
+
+    def _check_trace(self) -> None:
+        """Warns if a training loop goes on with what was traced before a repair."""
+        step = self._recorder.previous.step
+        if self._repaired_at is None or step == self._repaired_at:
+            return
+        self._repaired_at = None
+        if self._replayer.runs_earlier_trace:
+            user_messages.warn(
+                f"At step {step} the training loop still runs what was traced before kmp set layers"
+                " to float32. Call the `tf.function` itself, not what `get_concrete_function`"
+                " returns."
+            )
 
     def _proof(self, cure: Cure, changed: Sequence[keras.Layer]) -> Row:
         """Replays the batch with the cure. Returns the record of a sound replay, or of an error.
@@ -189,7 +204,7 @@ class Repairer:
             continues += self._restore_loss_scale(proof["replay"], cure)
         self._recorder.add_repairs()
         self._recorder.add(proof)
-        step = self._recorder.previous.step
+        step = self._repaired_at = self._recorder.previous.step
         self._warn(finding.title, f"at step {step}", continues, cure.layers, changed, finding)
 
     def _restore_loss_scale(self, proof: Replay, cure: Cure) -> str:

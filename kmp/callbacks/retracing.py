@@ -30,33 +30,24 @@ def models_with(layers: Sequence[keras.Layer]) -> list[keras.Model]:
 
 
 def trace_again(models: Sequence[keras.Model]) -> None:
-    """Has the functions of models, and the user's, traced again when they are called next."""
-    forget_traces(functions_of_user(models))
+    """Has what was traced with weights of models traced again when it is called next."""
     for model in models:
         guard = guarded_step_of(model)
         if guard:
             guard.has_repaired_layers = True
-        # Not `None` in their place: another thread may be in the middle of `fit` or `predict`.
-        if model.train_function is not None:
-            model.make_train_function(force=True)
-        if model.test_function is not None:
-            model.make_test_function(force=True)
-        if model.predict_function is not None:
-            model.make_predict_function(force=True)
+    forget_traces(functions_with(models))
 
 
-def functions_of_user(models: Sequence[keras.Model]) -> list[Any]:
-    """Returns the user's `tf.function`s that were traced with weights of models."""
+def functions_with(models: Sequence[keras.Model]) -> list[Any]:
+    """Returns the `tf.function`s, of Keras and of the user, that were traced with their weights."""
     weights = [weight.value for model in models for weight in model.weights]
-    handles = {id(value.handle) for value in weights if not _is_distributed(value)}
+    handles = {id(each.handle) for value in weights for each in getattr(value, "values", [value])}
     found = []
     for function in _instances_of(tf.types.experimental.PolymorphicFunction):
-        python_function = getattr(function, "python_function", None)
-        module = str(getattr(python_function, "__module__", ""))
-        if module.startswith(("keras.", "kmp.")):
-            continue
+        module = getattr(getattr(function, "python_function", None), "__module__", "")
         captured = [each for trace in traces_of(function) for each in trace.captured_inputs]
-        if any(id(each) in handles for each in captured):
+        is_of_kmp = str(module).startswith("kmp.")  # it calls no layer
+        if not is_of_kmp and any(id(each) in handles for each in captured):
             found.append(function)
     return found
 
@@ -70,7 +61,7 @@ def trace_function_again(step: StepGraph, models: Sequence[keras.Model]) -> None
     outermost = step.graph
     while hasattr(outermost.outer_graph, "outer_graph"):  # not the graph around all functions
         outermost = outermost.outer_graph
-    functions = functions_of_user(models)
+    functions = functions_with(models)
     traces = [(each, trace) for each in functions for trace in traces_of(each)]
     of_step = next(((each, trace) for each, trace in traces if trace.graph is outermost), None)
     if of_step is None:
@@ -82,11 +73,6 @@ def trace_function_again(step: StepGraph, models: Sequence[keras.Model]) -> None
         function.get_concrete_function(*arguments, **keywords)
     finally:
         forget_traces(functions)
-
-
-def _is_distributed(variable: tf.Variable) -> bool:
-    """Whether a variable has one component for each replica, and no handle of its own."""
-    return isinstance(variable, tf.distribute.DistributedValues)
 
 
 def _instances_of(cls: type[Found]) -> Iterator[Found]:

@@ -559,7 +559,8 @@ def test_gradients_that_a_training_step_divides_twice_are_reported_with_the_cure
         model = Twice([keras.Input((4,)), layers.Dense(1, name="head")])
         model.compile("sgd", "mse")
     callbacks = defaults()
-    fit(model, callbacks)
+    with pytest.warns(UserWarning, match="divides the gradients by the loss scale, and `apply`"):
+        fit(model, callbacks)
     (problem,) = kmp.advise(callbacks[0].run).problems
     assert (problem.cause, problem.change) == (
         "unscaled_loss",
@@ -594,7 +595,7 @@ def test_custom_loop_under_guard_is_compared(offset, tmp_path):
             )
 
     callbacks = keras.callbacks.CallbackList(
-        kmp.callbacks.defaults(tmp_path, every_n_steps=2), model=model
+        kmp.callbacks.defaults(tmp_path, every_n_steps=2, repair=False), model=model
     )
     x = np.random.default_rng(0).normal(size=(8, 4)).astype("float32")
     callbacks.on_train_begin()
