@@ -205,8 +205,7 @@ def _only_compiled(run: RunMetrics, replay: Replay) -> NonfiniteCompiled | None:
 
 def _is_finite_forward(replay: Replay) -> bool:
     """Whether what was replayed without the loss was finite: the loss was not."""
-    is_without_loss = replay.is_forward_only or replay.loop is not None
-    return is_without_loss and replay.is_finite
+    return replay.is_forward_only and replay.is_finite
 
 
 def _has_failed(run: RunMetrics, replay: Replay | None) -> bool:

@@ -87,19 +87,10 @@ def are_harmful(
     output_error: float,
     gradient_errors: Sequence[GradientError],
     number_format: FloatFormat = FLOAT16,
-    *,
-    is_of_loop: bool = False,
 ) -> bool:
-    """Whether errors of outputs and gradients are so large that 16 bits hurt the training.
-
-    Gradients of a loop begin with those of the outputs that the loop computed, whatever the outputs
-    of a replay are: they do not notice an error of these.
-    """
-    is_unnoticed = is_of_loop or not gradient_errors
-    if is_unnoticed and output_error > thresholds.HARMFUL_OUTPUT_ERROR_ALONE:
-        return True
+    """Whether errors of outputs and gradients are so large that 16 bits hurt the training."""
     if not gradient_errors:
-        return False
+        return output_error > thresholds.HARMFUL_OUTPUT_ERROR_ALONE
     if any(map(is_harmful_gradient, unconverged(gradient_errors))):
         return True
     largest = max(error.error for error in gradient_errors)
@@ -131,8 +122,7 @@ def is_harmful(replay: Replay, number_format: FloatFormat = FLOAT16) -> bool:
         return True
     if has_few_examples(replay, number_format):
         return False
-    is_of_loop = replay.loop is not None
-    return are_harmful(errors.output_error, errors.gradients, number_format, is_of_loop=is_of_loop)
+    return are_harmful(errors.output_error, errors.gradients, number_format)
 
 
 def is_evidence(replay: Replay, number_format: FloatFormat = FLOAT16) -> bool:
