@@ -80,7 +80,7 @@ class NoiseInLoop(layers.Layer):
 
 
 class Offset(layers.Layer):
-    """Loses what it gets in 16 bits, operation by operation."""
+    """Loses what it gets in 16 bits, if no optimization removes its operations."""
 
     def call(self, inputs):
         return (inputs + 4096.0) - 4096.0
