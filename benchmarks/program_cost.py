@@ -35,7 +35,7 @@ def costs(name, batch, jit_compile):
     )
     spent = [_seconds(lambda: model.fit(*data, batch_size=batch, verbose=0))]
     variables = {variable.path: variable for variable in model.trainable_variables}
-    passes = Passes(model, data, guarded_step_of(model).graph, variables)
+    passes = Passes(model, data, guarded_step_of(model).graphs[None][0], variables)
     as_trained = replace(passes, as_trained=True)
     for computing in (passes, passes, as_trained, as_trained):
         spent.append(_seconds(computing.in_float32) + _seconds(computing.in_own_precision))

@@ -76,7 +76,7 @@ def trained(name):
 def seconds_of_replay(model, batch, *, compares_formats=False):
     """Returns the seconds of a replay."""
     variables = {variable.path: variable for variable in model.trainable_variables}
-    passes = Passes(model, batch, guarded_step_of(model).graph, variables)
+    passes = Passes(model, batch, guarded_step_of(model).graphs[None][0], variables)
     context = StepContext(1, 2.0**15, compares_formats=compares_formats)
     return seconds_per_call(lambda: replay_batch(passes, context, CRITERIA))
 

@@ -104,8 +104,8 @@ def _(cause: NonfiniteCompiled, run: RunMetrics) -> Text:
     where = capitalized(run.describe(cause.location))
     return Text(
         f"{where} returns NaN or Inf in {run.format.name} as XLA compiles the training step.",
-        f"{failed_steps(run)}; replayed by the compiled step it does so too, and operation by"
-        f" operation it does not; in float32 {_in_float32(cause.replay)}",
+        f"{failed_steps(run)}; replayed by the compiled step it does so too, and without the"
+        f" optimizations of TensorFlow and XLA it does not; in float32 {_in_float32(cause.replay)}",
         replayed_with_change(run, cause.replay, _proof(cause.replay)),
     )
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 from kmp.advice.missing_replays import FLOAT32_TRAINING, missing_replays
 from kmp.advice.wording import counted, first_few
-from kmp.diagnosis import RunMetrics, loop_gradients, soundness, thresholds
+from kmp.diagnosis import RunMetrics, soundness, thresholds
 from kmp.records import Replay
 from kmp.utils.float_formats import DTYPES_16_BIT, FLOAT16
 
@@ -72,8 +72,6 @@ def _missing_in(run: RunMetrics, comparisons: list[Replay]) -> Iterator[str]:
             f"{unknown}, because only the forward pass could be replayed, without the loss", remedy
         )
         return
-    if any(replay.loop for replay in comparisons):
-        yield from _of_a_loop(run, comparisons)
     measured = [replay.comparison for replay in comparisons if replay.comparison]
     if any(comparison.states is None for comparison in measured):
         yield doubt(
@@ -83,66 +81,9 @@ def _missing_in(run: RunMetrics, comparisons: list[Replay]) -> Iterator[str]:
         )
 
 
-def _of_a_loop(run: RunMetrics, comparisons: list[Replay]) -> Iterator[str]:
-    """Yields what the replays of a training loop do not show, which have no loss."""
-    yield from _loss_of_loop(run, comparisons)
-    found = loop_gradients(run)
-    if found is None:
-        yield doubt(
-            "whether the gradients of the replays are those of the training loop, because no"
-            " replayed step was sampled",
-            FLOAT32_TRAINING,
-        )
-    elif found.others:
-        layers = ", ".join(map(run.describe, map(run.created_layer, found.others[:3])))
-        yield doubt(
-            f"gradients of {layers} that do not come through the outputs of the model, or that the"
-            " training loop changes",
-            FLOAT32_TRAINING,
-        )
-    elif found.is_changed and not (found.factor and _is_scaled_right(run)):
-        yield doubt(_changed_gradients(run, found.factor), _IN_FIT)
-
-
-def _loss_of_loop(run: RunMetrics, comparisons: list[Replay]) -> Iterator[str]:
-    """Yields whether the loss of a loop is computed in 16 bits, which no replay compares."""
-    found = run.step_facts.operations_in_16_bits if run.step_facts else None
-    computed = f"which may be computed from outputs in {run.format.name}"
-    if found is None:
-        if not any(replay.loop and replay.loop.reads_16_bits for replay in comparisons):
-            return
-    elif not found:
-        return
-    else:
-        computed = f"which is computed in {found[0].dtype} ({found[0]})"
-    yield doubt(
-        f"what the loss of the training loop loses, {computed}",
-        "the last layer with dtype='float32', or its output cast to float32 before anything"
-        f" else; or {FLOAT32_TRAINING}",
-    )
-
-
 def _is_scaled_right(run: RunMetrics) -> bool:
     """Whether the graph of the step shows that all gradients are scaled as `apply` expects."""
     return run.step_facts is not None and run.step_facts.scaling == "right"
-
-
-_IN_FIT = (
-    "let optimizer.unscale divide the gradients, and clip or change what it returns; or the same"
-    f" step as the `train_step` of a model in `fit`; or {FLOAT32_TRAINING}"
-)
-
-
-def _changed_gradients(run: RunMetrics, factor: float) -> str:
-    compared = "all zero, unlike"
-    if factor:
-        times, than = (1 / factor, "smaller") if factor < 1 else (factor, "larger")
-        compared = f"{times:,.0f} times {than} than"
-    return (
-        "whether the training loop scales, clips and unscales gradients in the right order: the"
-        f" optimizer gets gradients that are {compared} those of the replay, and the loss scale is"
-        f" {run.scale:,.0f}"
-    )
 
 
 def _has_harmful_errors(replay: Replay) -> bool:

@@ -1,4 +1,4 @@
-"""Passes that are not part of the training: the state of the model is as before."""
+"""Traces that are not part of the training: the state of the model is as before."""
 
 import contextlib
 import functools
@@ -44,28 +44,18 @@ class ResourceVariable(NamedTuple):
 
     handle: tf.Tensor
     dtype: tf.DType
-    is_assigned: bool = False
-
-    def read(self) -> tf.Tensor:
-        """Returns a copy of the value."""
-        return tf.identity(tf.raw_ops.ReadVariableOp(resource=self.handle, dtype=self.dtype))
-
-    def assign(self, value: tf.Tensor) -> None:
-        """Sets the value."""
-        tf.raw_ops.AssignVariableOp(resource=self.handle, value=value)
+    is_assigned: bool
 
 
 @contextlib.contextmanager
-def state_restored(
-    model: keras.Model, variables: Iterable[ResourceVariable] = ()
-) -> Iterator[keras.StatelessScope]:
-    """Makes an eager pass assign nothing of Keras, and restores TensorFlow's `variables`.
+def state_restored(model: keras.Model) -> Iterator[keras.StatelessScope]:
+    """Keeps the state of a model as it is, whatever the context assigns.
 
     Assignments to Keras' variables (weights, statistics, states, seeds, metrics) end with the
-    context and do not reach the variable, so nothing is lost if the pass is interrupted. Yields the
-    scope that has them.
+    context and do not reach the variable, so nothing is lost if it is interrupted. TensorFlow's
+    variables in layers get their values back. Yields the scope that has the assignments.
     """
-    saved = [(variable.assign, variable.read()) for variable in variables]
+    saved = []
     for layer in sublayers(model):
         values = vars(layer).values()
         states = [each.state for each in values if isinstance(each, tf.random.Generator)]

@@ -17,7 +17,6 @@ from kmp.diagnosis.cause import (
     SetArguments,
 )
 from kmp.diagnosis.causes import causes_of
-from kmp.diagnosis.loop_replays import loop_gradients
 from kmp.diagnosis.loss_scale_sweep import WhatIf, what_if
 from kmp.diagnosis.repair import Cure, cure_of, incurable_cause_of
 from kmp.diagnosis.run_metrics import RunMetrics, name_of, since_last_fallback
@@ -38,7 +37,6 @@ __all__ = [
     "causes_of",
     "cure_of",
     "incurable_cause_of",
-    "loop_gradients",
     "name_of",
     "since_last_fallback",
     "what_if",

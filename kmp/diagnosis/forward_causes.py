@@ -177,8 +177,8 @@ def nonfinite_forward(run: RunMetrics) -> Forward | None:
     replay = run.forward_replay
     if not _has_failed(run, replay) or _is_explained_by_batch(run):
         return None
-    # The compiled step may fold constants that are finite one by one. What operation by
-    # operation showed is a cause in the outputs.
+    # The program that trains may fold constants that are finite one by one. What the graph
+    # without optimizations shows is a cause in the outputs.
     if replay is None and precision_causes.WrongOutputs.of(run):
         return None
     if replay is None or _is_finite_forward(replay):
@@ -205,8 +205,7 @@ def _only_compiled(run: RunMetrics, replay: Replay) -> NonfiniteCompiled | None:
 
 def _is_finite_forward(replay: Replay) -> bool:
     """Whether what was replayed without the loss was finite: the loss was not."""
-    is_without_loss = replay.is_forward_only or replay.loop is not None
-    return is_without_loss and replay.is_finite
+    return replay.is_forward_only and replay.is_finite
 
 
 def _has_failed(run: RunMetrics, replay: Replay | None) -> bool:

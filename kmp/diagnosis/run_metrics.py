@@ -89,7 +89,7 @@ class RunMetrics:
 
     @property
     def has_own_loss(self) -> bool:
-        """Whether no replay has the loss: only forward passes of a training loop were replayed."""
+        """Whether no replay has the loss: only forward passes were replayed."""
         return bool(self.replays) and all(replay.is_forward_only for replay in self.replays)
 
     @property

@@ -88,19 +88,10 @@ def are_harmful(
     output_error: float,
     gradient_errors: Sequence[GradientError],
     number_format: FloatFormat = FLOAT16,
-    *,
-    is_of_loop: bool = False,
 ) -> bool:
-    """Whether errors of outputs and gradients are so large that 16 bits hurt the training.
-
-    Gradients of a loop begin with those of the outputs that the loop computed, whatever the outputs
-    of a replay are: they do not notice an error of these.
-    """
-    is_unnoticed = is_of_loop or not gradient_errors
-    if is_unnoticed and output_error > thresholds.HARMFUL_OUTPUT_ERROR_ALONE:
-        return True
+    """Whether errors of outputs and gradients are so large that 16 bits hurt the training."""
     if not gradient_errors:
-        return False
+        return output_error > thresholds.HARMFUL_OUTPUT_ERROR_ALONE
     if any(map(is_harmful_gradient, unconverged(gradient_errors))):
         return True
     largest = max(error.error for error in gradient_errors)

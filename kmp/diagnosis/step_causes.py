@@ -13,7 +13,6 @@ from kmp.diagnosis.cause import (
     PrepareData,
     Stage,
 )
-from kmp.diagnosis.loop_replays import loop_gradients
 from kmp.diagnosis.run_metrics import RunMetrics
 from kmp.records.gradient_sample import layer_of
 from kmp.records.step_facts import StepFacts
@@ -102,17 +101,13 @@ def _times_too_small(run: RunMetrics, facts: StepFacts) -> float | None:
         return run.scale if math.isfinite(run.scale) else None
     if facts.scaling != "nonlinear":
         return None
-    measured, replay = loop_gradients(run), run.last_comparison
-    if measured is not None:
-        return 1.0 / measured.factor if measured.factor else None
+    replay = run.last_comparison
     return replay.unscaled.times if replay and replay.unscaled else None
 
 
 def _has_no_effect(run: RunMetrics, facts: StepFacts) -> bool:
-    """Whether measured gradients are those of a replay, so that a clip has not changed them."""
+    """Whether all gradients of a replay grow with the loss scale, so that a clip changed none."""
     if facts.scaling != "nonlinear":
         return False
-    measured, replay = loop_gradients(run), run.last_comparison
-    if measured is not None:
-        return not measured.is_changed and not measured.others
+    replay = run.last_comparison
     return replay is not None and replay.unscaled is not None and not replay.unscaled.layers

@@ -103,16 +103,6 @@ SLOW_UPDATE = 0.5
 # where it goes to, rounded or not.
 STEADY_UPDATE = 0.9
 MAIN_PART = 0.5  # of an error of outputs, or of the results of an operation
-# How many times larger or smaller than those of a replay the gradients of a loop's step may be.
-# Not seen: no recorded run has such a loop. Kept, because a replay has a
-# part of the examples of a batch, and a loop may divide by the number of micro-batches.
-CHANGED_IN_LOOP = 8.0
-# Of one variable, beside all. Not seen: no recorded run has such a loop. Kept, because a replay has
-# a part of the examples of a batch.
-OTHER_GRADIENTS = 4.0
-# The part of the norm of all that is worth a doubt. Not seen: no recorded run has such a loop.
-# Kept, because a few examples say little about gradients that are nothing beside others.
-PART_OF_STEP = 0.1
 
 # Powers of two.
 SPARE_BITS = 6.0  # of headroom: far more than a scale needs that grows until it overflows
@@ -152,7 +142,7 @@ LAST_LOSSES = 5
 # The outputs of the model in float32, times the largest input or 1. In a residual network whose
 # blocks double the signal, float32 reaches an accuracy of 0.75 with outputs of 1e2, of 0.53 with
 # 4e5, and of 0.3 or less from 2e7; with blocks that start small, 0.96. Outputs of sound programs
-# in raw units reach 2e3. Not seen: those of no run do so. Kept, because a format with more range
+# in raw units reach 5e3. Not seen: those of no run do so. Kept, because a format with more range
 # does not cure it.
 GROWN_OUTPUTS = 1e6
 # Of the growth, by its logarithm, the most that one layer may make: a cube of features, or a change

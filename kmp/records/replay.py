@@ -403,31 +403,11 @@ class OtherFormat:
 
 
 @dataclass(frozen=True)
-class LoopStep:
-    """What is known of the step of a training loop, whose loss a replay does not have.
-
-    Its backward pass begins with the gradients of the outputs that the loop computed.
-
-    Args:
-        has_finite_outputs: Whether the outputs were finite in the precision of the model.
-        reads_16_bits: Whether the loop may compute with outputs in 16 bits: these are not only
-            cast, or in eager mode it is not known.
-        applies_unscaled: Whether the loop passes gradients to `apply` that it has unscaled, and may
-            have clipped after that.
-    """
-
-    has_finite_outputs: bool = True
-    reads_16_bits: bool = False
-    applies_unscaled: bool = False
-
-
-@dataclass(frozen=True)
 class Replay:
     """A batch that the training saw, in the precision of the model and in float32.
 
     Where the training step cannot be replayed, only the forward pass is: then `is_finite` and
-    `is_finite_in_float32` are about the outputs, and there is no loss and no gradient. Of the step
-    of a training loop, there are gradients, but no loss.
+    `is_finite_in_float32` are about the outputs, and there is no loss and no gradient.
 
     Args:
         examples: How many examples of the batch were replayed.
@@ -438,7 +418,6 @@ class Replay:
         is_finite: Whether the loss and all gradients were finite in the precision of the model.
         is_finite_in_float32: Whether they were in float32.
         is_forward_only: Whether only the forward pass was replayed.
-        loop: What is known of the step of a training loop; `None` of a `train_step`.
         batch: What is wrong with the batch and the weights.
         gradients: The range of the gradients.
         overflow: The operations with NaN, Inf and underflow. `None` if these were not looked for:
@@ -467,7 +446,6 @@ class Replay:
     is_finite: bool
     is_finite_in_float32: bool
     is_forward_only: bool = False
-    loop: LoopStep | None = None
     batch: BatchCheck = field(default_factory=BatchCheck)
     gradients: GradientRange = field(default_factory=GradientRange)
     overflow: Overflow | None = None
@@ -478,9 +456,7 @@ class Replay:
 
     @property
     def is_finite_forward(self) -> bool:
-        """Whether the loss was finite in the precision of the model; in a loop, the outputs."""
-        if self.loop and not self.is_forward_only:
-            return self.loop.has_finite_outputs
+        """Whether the loss was finite in the precision of the model."""
         return self.loss is not None
 
     @property

@@ -84,8 +84,8 @@ class BatchCapture:
             variables in other ways than Keras does.
 
     Attributes:
-        variables: TensorFlow's own variables that the traced step uses, which a replay has to
-            restore.
+        variables: The variables that the traced step uses and that are TensorFlow's own, and those
+            of Keras that a step of the user's own assigns.
         unrestorable: What a replay would change that nobody can restore, or `None`.
         is_of_loop: Whether the step is that of a training loop.
         takes_whole: Whether batches are read as a whole.

@@ -137,7 +137,7 @@ def failing_part(
     A single example may have made a step fail. Without such a part before the deadline of the
     passes, returns the first one. The other arguments are those of `StepContext`.
     """
-    # Operation by operation, and as the training runs, which may fail elsewhere.
+    # By the graph as it is written, and as the training runs it, which may fail elsewhere.
     with contextlib.suppress(TimeoutError):
         for as_trained in (False, True):
             for part in parts:
@@ -420,7 +420,7 @@ class _BatchReplay:
         return own.is_finite != (self._context.failed == "loss")
 
     def _by_program(self, found: Replay) -> Replay | None:
-        """Returns what the program that trains shows, where operation by operation is another one.
+        """Returns what the program that trains shows, where the graph as it is written is another one.
 
         XLA computes what it fuses in float32, and simplifies it; TensorFlow merges constants.
         `None` if it shows the same harm.

@@ -90,7 +90,7 @@ class Passes:
         has_backward: Whether a pass has losses and gradients, not the outputs alone.
         factor: What the loss is multiplied by before the backward pass in the precision of the
             model.
-        restored: TensorFlow's variables that a training step assigns.
+        restored: The variables of `BatchCapture.variables`.
         deadline: The time of `time.monotonic` after which a pass raises a `TimeoutError`.
         states: The values of weights that are not trainable, by path, where a pass begins with
             other ones.

@@ -552,7 +552,7 @@ def test_repair_without_a_reason_in_the_log_is_repeated_without_one(tmp_path):
 
 def test_overflow_that_the_compiled_step_does_not_have_changes_no_layer():
     class Small(keras.layers.Layer):
-        """Overflows in an eager pass; TensorFlow multiplies the two constants first in a graph."""
+        """Overflows, unless TensorFlow's optimizations multiply the two constants first."""
 
         def call(self, x):
             return x * 1e3 * 1e-3

@@ -15,6 +15,7 @@ from kmp.advice import advise
 from kmp.diagnosis import RunMetrics
 from kmp.diagnosis.causes import found_causes
 from kmp.records import Replay, Run
+from kmp.records.log_schema import Settings
 
 SCALE_SETTINGS = (
     *("loss_scale", "min_scale", "max_scale", "growth_interval", "growth_factor"),
@@ -32,7 +33,6 @@ FORMATS = {
     "fault_exploding": ALL,
     "fault_forward": SIXTEEN_BITS,
     "fault_loss_overflow": SIXTEEN_BITS,
-    "fault_loss_overflow_prices": {"float16"},  # no replay has its loss
     "fault_lost_updates": SIXTEEN_BITS,  # the format of the weights
     "fault_optimizer_state": {"float16"},
     "fault_optimizer_state_zero_epsilon": ALL,
@@ -54,11 +54,11 @@ def in_format(run, name):
     if name == "float16":
         return run
 
-    def renamed(value, type_=None):
+    def renamed(value, type_):
         text = msgspec.json.encode(value).replace(b'"float16"', f'"{name}"'.encode())
-        return msgspec.json.decode(text, type=type_) if type_ else msgspec.json.decode(text)
+        return msgspec.json.decode(text, type=type_)
 
-    settings = renamed(run.settings)
+    settings = renamed(run.settings, Settings)
     for key in SCALE_SETTINGS:
         settings.pop(key, None)
     settings |= {"rule": "FixedScale", "initial_scale": 1.0}

@@ -25,8 +25,6 @@ from kmp.records.jsonl import to_line
 
 # These lose time or a little accuracy; the others break the training.
 WARNED = ("fault_scale_growth_of_wrap", "fault_targets_binary")
-# Layers that `cure_of` returns while no repair was made: the training is a custom loop.
-NOT_APPLIED = {"fault_precision_distances": ("distances",)}
 
 
 def layers_of_cure(run):
@@ -82,7 +80,7 @@ def test_cure_is_found_at_the_replay_before_the_recorded_repair_and_nowhere_else
     run, found = repairing_run(program), cures[f"{program}.repair"]
     repair = repair_of(run)
     if repair is None:
-        assert {*found} <= {(), NOT_APPLIED.get(program, ())}
+        assert {*found} == {()}
         return
     length, layers = repair
     replayed = max(each for each in replay_lengths(run) if each <= length)
@@ -98,7 +96,7 @@ def test_run_without_repairs_has_the_cure_that_the_repair_made(program, cures):
     if unrepaired_run(program) is run:
         pytest.skip("the run is the same without repairs")
     repair = repair_of(run)
-    expected = {repair[1]} if repair else {NOT_APPLIED.get(program, ())} - {()}
+    expected = {repair[1]} if repair else set()
     assert {*cures[f"{program}.norepair"]} - {()} == expected
 
 

@@ -3,15 +3,10 @@
 `tests/gradients/test_step_facts.py` reads them from graphs.
 """
 
-from dataclasses import replace
-
 import pytest
-from conftest import sample_from
 
 import kmp
-from kmp.records import Replay, Run
 from kmp.records.jsonl import to_line
-from kmp.records.replay import Comparison, GradientError, LoopStep
 from kmp.records.step_facts import CodeLine, StepFacts
 
 MINIMUM = CodeLine("Minimum", "float32", "train.py", 12)
@@ -122,43 +117,3 @@ def test_the_steepest_operation_of_a_loss_in_float16_is_named_first(tmp_path):
     assert (finding.cause, finding.location) == ("loss_overflow", "the loss function")
     assert "Exp in train.py, line 8 computes in float16; so do Sub" in finding.evidence
     assert finding.change == "kmp.layers.Float32(Dense(..., name='out'))"
-
-
-def loop_run(facts, **loop):
-    """Returns a sound run of a loop with two comparisons."""
-    errors = Comparison(0.001, gradients=[GradientError("net/out", 0.01, kept=1.0, norm=1.0)])
-    step = LoopStep(**loop)
-    replay = Replay(32, 1024.0, None, None, True, True, loop=step, comparison=errors)
-    gradients = {"net/out/kernel": {"first": 0, "counts": [100], "amax": 1.0, "norm": 1.0}}
-    rows = [
-        {
-            "step": step,
-            "loss_scale": 1024.0,
-            "overflow_count": 0,
-            "last_loss": 1.0,
-            "highest_loss": 1.0,
-            "sample": sample_from(step, 1024.0, gradients),
-            "reference": sample_from(step, 1.0, gradients),
-            "replay": replay,
-        }
-        for step in (1, 10, 20)
-    ]
-    return Run(rows, {"settings": {"compute_dtypes": ["float16"], "step_facts": facts}})
-
-
-@pytest.mark.parametrize(
-    ("facts", "doubt"),
-    [
-        (None, "may be computed from outputs in float16"),
-        (replace(RIGHT, operations_in_16_bits=None), "may be computed from outputs in float16"),
-        (
-            replace(RIGHT, operations_in_16_bits=IN_FLOAT16),
-            "is computed in float16 (Sub in train.py, line 7)",
-        ),
-        (RIGHT, ""),
-    ],
-)
-def test_whether_the_loss_of_a_loop_is_in_16_bits_is_known_from_the_graph(facts, doubt):
-    verdict = kmp.advise(loop_run(facts, reads_16_bits=True)).verdict
-    assert doubt in verdict
-    assert ("what the loss of the training loop loses" in verdict) == bool(doubt)

@@ -52,7 +52,7 @@ def replayed(function, mode, examples=32, model_class=keras.Sequential, **contex
     model.fit(X, Y, batch_size=32, verbose=0)
     kind = "keras" if model_class is keras.Sequential else "user"
     variables = {each.path: each for each in model.trainable_variables}
-    graph = guarded_step_of(model).graph
+    graph = guarded_step_of(model).graphs[None][0]
     passes = Passes(model, (X[:examples], Y[:examples]), graph, variables, kind=kind)
     return replay_batch(passes, StepContext(1, 2.0**10, batch_size=32, **context), CRITERIA)[0]
 
@@ -118,7 +118,7 @@ def test_gradients_are_those_of_the_watched_optimizer(number, sign):
     model.compile(*optimizers, **MODES["graph"])
     model.fit(X, Y, batch_size=32, verbose=0)
     variables = {each.path: each for each in model.trainable_variables}
-    graph = guarded_step_of(model).graph
+    graph = guarded_step_of(model).graphs[None][0]
     passes = Passes(model, (X, Y), graph, variables, watched=optimizers[number], kind="user")
     found = passes.in_float32()
     bias = model.layers[-1].bias
