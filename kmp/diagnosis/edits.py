@@ -49,11 +49,15 @@ def states_in_float32(run: RunMetrics, paths: Iterable[str]) -> Edits:
     policy = run.settings.get("policy")
     if policy in DTYPES_16_BIT:
         return (mixed_policy(policy),)
-    layers = dict.fromkeys(map(run.layer_of, paths))
     arguments = {"dtype": "'float32'"}
-    return tuple(
-        SetArguments(run.layers.get(path, "Layer"), arguments, name_of(path)) for path in layers
-    )
+    found = {}
+    for path in paths:
+        layer = run.layer_of(path)
+        if layer in run.layers:
+            found[layer] = SetArguments(run.layers[layer], arguments, name_of(layer))
+        else:  # of the model itself
+            found[path] = SetArguments("self.add_weight", arguments, name_of(path))
+    return tuple(found.values())
 
 
 def larger_scale(run: RunMetrics, exponent: float) -> SetArguments:

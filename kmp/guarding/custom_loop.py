@@ -10,6 +10,7 @@ import tensorflow as tf
 from kmp.backend.step_graph import StepGraph, inputs_of, recorded_graph, recording
 from kmp.guarding.guarded_state import GuardedState
 from kmp.guarding.guarded_step import GuardedTrainStep, guarded_step_of
+from kmp.layers.layer_calls import outermost_calls
 from kmp.optimizer import LossScaleOptimizer
 from kmp.replay import BatchCapture
 from kmp.utils import validation
@@ -54,12 +55,15 @@ def guard(optimizer: LossScaleOptimizer, *layers: keras.Layer) -> Iterator[None]
     with (
         state.changes_recorded(),
         _recorded(watched, optimizer) as step,
+        outermost_calls() as called,
         contextlib.ExitStack() as stack,
     ):
         if step:
             for capture in _captures_of(watched, optimizer):
                 stack.enter_context(capture.watch(step.data, is_loop=True))
         yield
+    for each in watched:
+        each.note_layers(called)
     state.restore_if_skipped()
 
 

@@ -3,7 +3,7 @@
 import contextlib
 import functools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import keras
@@ -101,7 +101,8 @@ class GuardedTrainStep:
         repairs: The repairs of the model, which each callback of a training records.
         assigned: The weights to which the step itself assigned values, such as averages of others.
         promoted: The lines of the user's code whose operands the last trace promoted to float32.
-        beside: The layers beside the model that its step calls, as in the loss; of the last trace.
+        beside: The layers beside the model that its step calls, as in the loss; of the last trace
+            of `fit` or of a loop.
         graphs: The graphs of the last traces for batches of different structures, the newest first:
             of `fit` under `None`, of a custom loop under `kmp.guard` by its optimizer.
         has_repaired_layers: Whether a repair, of this model or of another one, has set some of its
@@ -235,10 +236,14 @@ class GuardedTrainStep:
             for capture in self.captures:
                 stack.enter_context(capture.watch(data))
             logs = self._passed(functools.partial(self._recorded, step), data)
-        own = set(map(id, sublayers(self._model)))
         self.promoted = list(promoted.values())
-        self.beside = [layer for key, layer in called.items() if key not in own]
+        self.note_layers(called)
         return logs
+
+    def note_layers(self, called: Mapping[int, keras.Layer]) -> None:
+        """Notes the layers that a step calls, by `id`."""
+        own = set(map(id, sublayers(self._model)))
+        self.beside = [layer for key, layer in called.items() if key not in own]
 
     def _recorded(self, step: Callable[[Any], Any], data: Any) -> Any:
         with recording(data) as graph:

@@ -420,7 +420,7 @@ class _BatchReplay:
         return own.is_finite != (self._context.failed == "loss")
 
     def _by_program(self, found: Replay) -> Replay | None:
-        """Returns what the program that trains shows, where the graph as it is written is another one.
+        """Returns what the program that trains shows, where that is not the graph as it is written.
 
         XLA computes what it fuses in float32, and simplifies it; TensorFlow merges constants.
         `None` if it shows the same harm.

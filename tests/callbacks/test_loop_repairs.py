@@ -99,6 +99,25 @@ def test_a_loop_is_repaired_and_every_function_with_the_layer_is_traced_again(ki
     assert float(call()) == pytest.approx(float(ops.mean((exact - Y[:16]) ** 2)), rel=1e-2)
 
 
+def test_a_layer_that_a_loop_calls_beside_its_model_is_repaired():
+    loop = Loop(layers.Rescaling(0.02))
+    model, optimizer, shrink = loop.model, loop.optimizer, Shrink(name="shrink")
+
+    @tf.function
+    def step(x, y):
+        with kmp.guard(optimizer, model):
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_mean((model(1e3 * shrink(x), training=True) - y) ** 2)
+                scaled_loss = optimizer.scale_loss(loss)
+            gradients = tape.gradient(scaled_loss, model.trainable_variables)
+            optimizer.apply(gradients, model.trainable_variables)
+
+    batch = tf.constant(X[:16]), tf.constant(Y[:16])
+    with pytest.warns(UserWarning, match="kmp set the layer 'shrink' to float32"):
+        loop.train(lambda: step(*batch))
+    assert shrink.compute_dtype == "float32"
+
+
 def test_code_that_refuses_float32_goes_on_as_before_and_the_warning_says_why():
     loop = Loop(OnlyFloat16(name="shrink"))
     batch = tf.constant(X[:16]), tf.constant(Y[:16])

@@ -19,7 +19,7 @@ from recorded_runs import (
 from verdicts import VERDICTS
 
 from kmp.advice import advise
-from kmp.diagnosis import ERROR, WARNING, causes, cure_of
+from kmp.diagnosis import ERROR, WARNING, causes, cure_of, incurable_cause_of
 from kmp.records import load_run
 from kmp.records.jsonl import to_line
 
@@ -101,8 +101,10 @@ def test_run_without_repairs_has_the_cure_that_the_repair_made(program, cures):
 
 
 @pytest.mark.parametrize("program", recorded_healthy())
-def test_no_prefix_of_a_healthy_run_has_a_cure(program, cures):
+def test_no_prefix_of_a_healthy_run_has_a_cure_or_a_warning(program, cures):
     assert {*cures[f"{program}{HEALTHY}"]} == {()}
+    prefixes = prefixes_of(recorded_runs()[f"{program}{HEALTHY}"])
+    assert {*map(incurable_cause_of, prefixes)} == {None}
 
 
 def test_cure_depends_neither_on_the_order_of_causes_nor_on_their_texts(cures, monkeypatch):
