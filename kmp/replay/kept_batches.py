@@ -118,7 +118,8 @@ class KeptBatches:
 
     def bound_memory(self) -> None:
         """Sets how many batches are kept, as soon as the size of one is known."""
-        if self._is_size_known or self.failure or self.count == self._forgotten:
+        is_needless = self._is_size_known or self.failure or not self._users
+        if is_needless or self.count == self._forgotten:
             return
         before, last = self.slots, self.count
         data = self.get(last)
@@ -136,13 +137,19 @@ class KeptBatches:
 
     def use(self, user: object) -> None:
         """Notes that an object reads batches, until it is passed to `forget`."""
+        if not self._users:
+            self._slots.assign(_UNTIL_SIZE_IS_KNOWN)
         self._users.add(user)
 
     def forget(self, user: object) -> None:
-        """Frees the memory of the batches, unless another object reads them."""
+        """Frees the memory of the batches, unless another object reads them.
+
+        Then the step keeps the last one only.
+        """
         self._users.discard(user)
         if not self._users:
             self._items.assign(self._empty)
+            self._slots.assign(1)
             self._is_size_known = False
             self._forgotten = self.count
 

@@ -48,6 +48,11 @@ def test_requested_batch_and_skipped_batches_are_captured(mode):
     np.testing.assert_array_equal(skipped.data[0], x[[18, 16, 17, 19]])
     capture.forget()
     assert capture.read() is None
+    fit(model, x)  # without a callback
+    assert guarded_step_of(model).kept.slots == 1
+    capture.request()
+    fit(model, x[:8])
+    np.testing.assert_array_equal(capture.read().data[0], x[:8])
 
 
 def test_suspicious_examples_are_captured_first_and_others_in_the_next_skipped_step():
