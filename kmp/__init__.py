@@ -10,18 +10,20 @@ Example:
 
 import importlib
 
-from kmp.utils.backend_check import require_tensorflow
-
-require_tensorflow()
-
-from kmp import advice, callbacks, layers, optimizer, records, scaling
+from kmp import advice, records, scaling
 from kmp.advice import advise, what_if
-from kmp.conversion import Plan, audit, convert, to_float32
-from kmp.enabling import disable, enable, gpus, graph_rewrite, wrap
-from kmp.guarding import guard
-from kmp.optimizer import LossScaleOptimizer
 from kmp.records import load_run
+from kmp.utils.backend_check import has_tensorflow, require_tensorflow
 from kmp.utils.version import __version__ as __version__
+
+if has_tensorflow():  # else what reads logs works, and the other names are errors
+    require_tensorflow()
+
+    from kmp import callbacks, layers, optimizer
+    from kmp.conversion import Plan, audit, convert, to_float32
+    from kmp.enabling import disable, enable, gpus, graph_rewrite, wrap
+    from kmp.guarding import guard
+    from kmp.optimizer import LossScaleOptimizer
 
 __all__ = [
     "LossScaleOptimizer",
@@ -55,6 +57,8 @@ def __getattr__(name: str) -> object:
 
     The last two import matplotlib and jinja2.
     """
+    if name in __all__ and name not in ("plots", "report"):
+        require_tensorflow()
     if name in ("bench", "plots", "report"):
         return importlib.import_module(f"kmp.{name}")
     raise AttributeError(f"module 'kmp' has no attribute {name!r}")

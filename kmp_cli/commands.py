@@ -1,4 +1,4 @@
-"""The sub-commands of `kmp` that need Keras and TensorFlow."""
+"""The sub-commands of `kmp` but `doctor`. Without TensorFlow, `report` works."""
 
 import argparse
 import datetime
@@ -11,17 +11,18 @@ import zipfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import keras
-import tensorflow as tf
 from rich.console import Console
 
 import kmp
-from kmp.enabling.active_settings import POLICIES
 from kmp.records.jsonl import FILE_NAME
 from kmp.utils import atomic_files, user_messages
+from kmp.utils.backend_check import require_tensorflow
 from kmp.utils.names import printable
+
+if TYPE_CHECKING:
+    import keras
 
 
 class InputError(Exception):
@@ -34,6 +35,8 @@ def run(parsed: argparse.Namespace) -> int:
     Args:
         parsed: The parsed arguments. `command` is the name of the sub-command.
     """
+    if parsed.command != "report":
+        require_tensorflow()
     commands = {"demo": _demo, "bench": _bench, "audit": _audit, "report": _report}
     try:
         commands[parsed.command](parsed, Console(markup=False, highlight=False))
@@ -48,6 +51,7 @@ def run(parsed: argparse.Namespace) -> int:
 
 def _demo(parsed: argparse.Namespace, console: Console) -> None:
     from kmp import demo
+    from kmp.enabling.active_settings import POLICIES
 
     if parsed.policy not in POLICIES:
         raise InputError(
@@ -58,6 +62,8 @@ def _demo(parsed: argparse.Namespace, console: Console) -> None:
 
 
 def _bench(parsed: argparse.Namespace, console: Console) -> None:
+    import tensorflow as tf
+
     from kmp import bench
 
     bench.results.share_gpu()
@@ -152,7 +158,9 @@ def _imported(name: str, argument: str) -> ModuleType:
         ) from error
 
 
-def _load_model(file: Path, is_compiled: bool = False) -> keras.Model:
+def _load_model(file: Path, is_compiled: bool = False) -> "keras.Model":
+    import keras
+
     if not file.is_file():
         raise InputError(f"{file}: no such file")
     if not zipfile.is_zipfile(file):  # Keras reports a corrupt file as one that is not found

@@ -6,11 +6,17 @@ import re
 _BACKENDS = ("jax", "torch", "openvino")  # Keras imports a package of the same name
 
 
+def has_tensorflow() -> bool:
+    """Whether TensorFlow is installed."""
+    return importlib.util.find_spec("tensorflow") is not None
+
+
 def require_tensorflow() -> None:
     """Raises an `ImportError` without TensorFlow, or if Keras is configured for another backend."""
-    if importlib.util.find_spec("tensorflow") is None:
+    if not has_tensorflow():
         raise ImportError(
-            "kmp needs TensorFlow. Install it with kmp: pip install 'kmp[cuda]' for an NVIDIA GPU, "
+            "Without TensorFlow, kmp only reads logs: `kmp report`, `kmp.load_run`, `kmp.advise`."
+            " Install it with kmp: pip install 'kmp[cuda]' for an NVIDIA GPU, "
             "pip install 'kmp[cpu]' for a machine without one."
         )
     try:
