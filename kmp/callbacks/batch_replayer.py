@@ -1,8 +1,7 @@
-"""Decides when to replay a batch that the training saw."""
+"""Replays batches that a training saw, when that is due."""
 
 import functools
 import logging
-import math
 import time
 from collections.abc import Mapping
 from dataclasses import replace
@@ -12,10 +11,10 @@ import keras
 
 from kmp.backend.keras_internals import compute_dtypes, has_float8_gradients
 from kmp.backend.step_graph import StepGraph
-from kmp.callbacks.replay_time import ReplayTime
+from kmp.callbacks.replay_schedule import ReplaySchedule
 from kmp.callbacks.retracing import models_with, trace_function_again
 from kmp.callbacks.training_records import Row
-from kmp.diagnosis import soundness, thresholds
+from kmp.diagnosis import soundness
 from kmp.diagnosis.branches import flushed_branch, flushed_layers
 from kmp.guarding.guarded_step import guarded_step_of, has_keras_step
 from kmp.guarding.model_optimizers import all_optimizers_of
@@ -23,7 +22,6 @@ from kmp.optimizer import LossScaleOptimizer
 from kmp.records import Snapshot
 from kmp.records.jsonl import check_record
 from kmp.replay import (
-    MOST_EXAMPLES,
     CapturedBatch,
     Criteria,
     Failure,
@@ -43,24 +41,6 @@ from kmp.utils.float_formats import FLOAT16, FLOAT32, FloatFormat, computing_for
 
 logger = logging.getLogger("kmp")
 
-# A training that begins at the default scale skips up to six steps until the scale suits it.
-_OVERFLOWS_IN_A_ROW = 7
-_MANY_OVERFLOWS = 8
-# Of the sampled elements that are zero, since the last comparison; so this is at most nine times.
-_MORE_ZEROS = 0.1
-_MOST_REPLAYS = 3  # of one training, because of overflows
-_MOST_STUCK_REPLAYS = 3  # of one training
-# At these multiples of the last step that was compared.
-_COMPARED_AGAIN = 4
-_COMPARED_AT_END = 1.5  # of a training that continues another one
-# Examples of a comparison that would take much of the time of a training.
-_FEW_EXAMPLES, _FEWEST_EXAMPLES = 8, 2
-# Of the examples of a training with more than so many numbers in them, the most to compare.
-_COMPARED_SHARE, _MANY_NUMBERS = 16, 2**18
-# After a harmful comparison, until there are enough for a proof: in multiples of the last step, and
-# at least so many steps later.
-_COMPARED_SOON, _SOONEST = 1.25, 16
-
 CRITERIA = Criteria(
     is_harmful=soundness.shows_harm,
     lost_states=lambda comparison: soundness.harmful_states(comparison.states),
@@ -70,16 +50,11 @@ CRITERIA = Criteria(
 
 
 class BatchReplayer:
-    """Replays a batch at a few steps of a training.
+    """Replays batches at the steps of a `ReplaySchedule`.
 
-    At the first one and at the end, and when steps are skipped or, in float16, many gradients are
-    zero. In the middle, and each time the steps are four times as many, if that takes a small share
-    of the time of the training or the precisions have differed; sooner where layers cure a
-    difference, so that a repair comes while there is still something to train. A comparison that
-    would take much of a short training has fewer examples. Of a model in float32, only
-    batches of skipped steps. Captures the batch of the first step, of the step after a replay, and
-    of each skipped step. After a replay that failed, `ReplayAttempts` decides what to replay next;
-    without anything left, it warns once.
+    Of a model in float32, only batches of skipped steps. Captures the batch of the first step, of
+    the step after a replay, and of each skipped step. After a replay that failed, `ReplayAttempts`
+    decides what to replay next; without anything left, it warns once.
 
     Args:
         model: A model with a guard and one replica. The capture is added to its training step.
@@ -100,10 +75,13 @@ class BatchReplayer:
         if capture is None:
             capture = guard.add_capture(optimizer)
         self._capture = capture
+        self._begin(optimizer.snapshot())
         self._graph_of_programs: StepGraph | None = None
         self._traced: StepGraph | None = None  # of a step that trains eagerly
         self._repairs_in_trace = 0
         self._programs = StepPrograms()
+        self._replayed: CapturedBatch | None = None  # in the last replay
+        self._overflows_at_request = 0
 
     def watches(self, model: keras.Model, optimizer: LossScaleOptimizer) -> bool:
         """Whether it captures the batches of this training."""
@@ -120,20 +98,16 @@ class BatchReplayer:
             continues: Whether it is another part of the training before, as where `fit` is called
                 for each batch. What that has shown counts.
         """
-        self._continues = continues
-        self._middle = snapshot.step + planned_steps // 2
-        self._planned_steps = planned_steps
         if not continues:
-            self._forget(snapshot)
+            self._begin(snapshot)
+        self._schedule.plan(snapshot.step, planned_steps, continues=continues)
         self.end()
         self._request(snapshot)
 
-    def _forget(self, snapshot: Snapshot) -> None:
-        """Forgets what earlier replays have shown."""
-        # At the beginning, and at the last replay because of overflows.
-        self._first = self._seen = snapshot
-        self._overflow_replays = self._stuck_replays = 0
-        self._zero_share, self._last_step = 0.0, 0  # of the last replay without an overflow
+    def _begin(self, snapshot: Snapshot) -> None:
+        """Begins without what earlier replays have shown."""
+        scales_loss = self._capture.optimizer.rule.scales_loss
+        self._schedule = ReplaySchedule(snapshot, scales_loss=scales_loss)
         self._attempts = ReplayAttempts(
             runs_step=not has_float8_gradients(self._model),
             can_run_less=self._is_custom,
@@ -141,11 +115,7 @@ class BatchReplayer:
         )
         self._has_warned = self._has_said_so = False
         self._largest_norms: dict[str, float] = {}  # of the gradients of each layer, in float32
-        self._time = ReplayTime()
-        self._has_differed = False  # in a comparison
-        self._curable_in_a_row = 0  # the last comparisons that layers in float32 would cure
-        # With the other 16-bit format: whether to, in the next replay, and how often it was done.
-        self._compares_formats, self._format_comparisons = False, 0
+        self._compares_formats = False  # in the next replay
 
     @property
     def most_steps(self) -> int:
@@ -160,7 +130,7 @@ class BatchReplayer:
         """Frees the captured batch, and what was made to replay it."""
         self._graph_of_programs = self._traced = None
         self._programs = StepPrograms()
-        self._replayed: CapturedBatch | None = None  # in the last replay
+        self._replayed = None
         self._capture.forget()
 
     def replay_if_due(
@@ -192,8 +162,11 @@ class BatchReplayer:
     ) -> Row | None:
         if self._attempts.reason or self.runs_earlier_trace:
             return None
-        has_overflowed = self._has_more_overflows(snapshot)
-        is_compared = self._is_comparison_due(snapshot, is_last)
+        schedule, runs_step = self._schedule, self._attempts.runs_step
+        has_overflowed = schedule.is_overflow_due(snapshot, has_gradients=runs_step)
+        is_compared = self._has_computed_in_16_bits() and schedule.is_comparison_due(
+            snapshot, self._format, is_last=is_last
+        )
         if not has_overflowed and not is_compared:
             if snapshot.overflow_count > self._overflows_at_request:
                 # The batch of a skipped step has taken the place of another one.
@@ -202,7 +175,7 @@ class BatchReplayer:
         captured = self._capture.read()
         if captured is None:
             return None
-        self._compares_formats = self._is_format_due(snapshot, is_last)
+        self._compares_formats = schedule.is_format_due(snapshot, is_last=is_last)
         if has_overflowed and captured.was_skipped:
             return self._replay_overflow(captured, variables, snapshot)
         # Other batches may have replaced that of the skipped step.
@@ -212,14 +185,13 @@ class BatchReplayer:
         self, captured: CapturedBatch, variables: Mapping[str, Any], snapshot: Snapshot
     ) -> Row:
         """Replays the batch of a skipped step."""
-        self._zero_share = max(self._zero_share, self._zero_share_of(snapshot))
-        has_failed_loss = snapshot.nonfinite_loss_count > self._seen.nonfinite_loss_count
-        failed: Failure = "loss" if has_failed_loss else "gradients"
-        with self._time.of_overflows.measured():
+        schedule = self._schedule
+        schedule.note_zeros(snapshot, self._format)
+        failed: Failure = "loss" if schedule.has_new_losses(snapshot) else "gradients"
+        with schedule.time.of_overflows.measured():
             found = self._replay(captured, variables, snapshot, captured.loss_scale, failed)
         if not self._attempts.last_reason:  # else another attempt follows
-            self._overflow_replays += 1
-            self._seen = snapshot
+            schedule.note_overflow(snapshot)
         return found
 
     def _replay_healthy(
@@ -229,45 +201,22 @@ class BatchReplayer:
         if captured.was_skipped:  # no sample of the data
             self._request(snapshot)
             return None
-        self._zero_share = max(self._zero_share, self._zero_share_of(snapshot))
-        compared = self._compared_part(captured)
-        with self._time.of_comparisons.measured():
-            found = self._replay(compared, variables, snapshot, snapshot.loss_scale, None)
-        replay = found.get("replay")
-        if replay is not None:
-            is_harmful = soundness.is_harmful(replay, self._format)
-            self._has_differed |= is_harmful
-            is_curable = is_harmful and bool(replay.float32_layers)
-            self._curable_in_a_row = self._curable_in_a_row + 1 if is_curable else 0
+        schedule = self._schedule
+        schedule.note_zeros(snapshot, self._format)
+        if not self._attempts.takes_whole and not is_ragged(captured.data):
+            part, *_ = captured.parts(schedule.most_examples(captured))
+            captured = captured._replace(data=part)
+        with schedule.time.of_comparisons.measured():
+            found = self._replay(captured, variables, snapshot, snapshot.loss_scale, None)
+        schedule.note_comparison(found.get("replay"), self._format)
         if not self._attempts.last_reason:
-            self._last_step = snapshot.step
+            schedule.note_compared(snapshot.step)
         return found
-
-    def _compared_part(self, captured: CapturedBatch) -> CapturedBatch:
-        """Returns the examples of a batch whose comparison takes a small part of the training."""
-        tensors = keras.tree.flatten(captured.data)
-        if self._attempts.takes_whole or is_ragged(captured.data):
-            return captured
-        most = MOST_EXAMPLES
-        if not self._time.allows_as_much(self._has_differed):
-            most = _FEW_EXAMPLES
-        # Of large examples, such as images for segmentation, the first comparison already takes as
-        # long as several steps.
-        numbers = sum(math.prod(tensor.shape[1:]) for tensor in tensors)
-        if self._planned_steps and not self._has_differed:
-            of_training = self._planned_steps * captured.batch_size // _COMPARED_SHARE
-            most = min(most, max(_FEWEST_EXAMPLES, _MANY_NUMBERS // max(1, numbers), of_training))
-        return captured._replace(data=captured.parts(most)[0])
 
     @property
     def next_proof(self) -> float:
-        """The step at which to compare again, because one more comparison may prove a cure.
-
-        Inf if the last comparisons show nothing to prove, or are enough.
-        """
-        if not 0 < self._curable_in_a_row < thresholds.AGREEING_COMPARISONS:
-            return math.inf
-        return max(_COMPARED_SOON * self._last_step, self._last_step + _SOONEST)
+        """The step at which to compare again: see `ReplaySchedule.next_proof`."""
+        return self._schedule.next_proof
 
     def replay_stuck(self, snapshot: Snapshot, variables: Mapping[str, Any]) -> Row | None:
         """Replays the last captured batch of a training that is stuck, unless it was replayed.
@@ -275,11 +224,10 @@ class BatchReplayer:
         Returns what `replay_if_due` does.
         """
         captured = self._capture.read() if variables and not self._attempts.reason else None
-        if captured is None or self._stuck_replays >= _MOST_STUCK_REPLAYS:
+        if captured is None or (self._replayed and captured.step == self._replayed.step):
             return None
-        if self._replayed and captured.step == self._replayed.step:
+        if not self._schedule.takes_stuck():
             return None
-        self._stuck_replays += 1
         failed: Failure = "loss" if snapshot.nonfinite_losses_in_a_row else "gradients"
         return self._replay(captured, variables, snapshot, captured.loss_scale, failed)
 
@@ -352,7 +300,7 @@ class BatchReplayer:
         graph: StepGraph | None = None,
     ) -> Row:
         """Replays a part of a batch. Returns the keys of a record."""
-        began, most = time.monotonic(), self._time.most_seconds
+        began, most = time.monotonic(), self._schedule.time.most_seconds
         parts = [captured.data] if graph else self._attempts.parts(captured)
         graph = graph or self._graph_for(parts[0])
         is_whole = graph.rows == captured.batch_size and not self._capture.is_of_loop
@@ -401,11 +349,11 @@ class BatchReplayer:
         check_record({"replay": found})
         if self._compares_formats and found.is_finite_in_float32:
             self._compares_formats = False
-            self._format_comparisons += 1
+            self._schedule.note_format()
         compilations = passes.programs.seconds
         self._tell_compilations(compilations - compiled_before)
         took = time.monotonic() - began - (compilations - compiled_before)
-        if self._time.is_long(took):
+        if self._schedule.time.is_long(took):
             self._take_fewer(took)
         for each in found.gradient_errors:
             self._largest_norms[each.layer] = max(each.norm, each.largest_norm)
@@ -435,8 +383,8 @@ class BatchReplayer:
 
     def _tell_compilations(self, seconds: float) -> None:
         """Says what compilations took, if they took long; they are not repeated."""
-        self._time.of_comparisons.once += seconds
-        if self._time.is_long(seconds):
+        self._schedule.time.of_comparisons.once += seconds
+        if self._schedule.time.is_long(seconds):
             logger.warning(
                 "Harm of 16 bits in %r was checked in the training step as it is compiled, which"
                 " took %.0f s to compile in both precisions.",
@@ -448,57 +396,6 @@ class BatchReplayer:
         """Captures the batch of the next step."""
         self._overflows_at_request = snapshot.overflow_count
         self._capture.request()
-
-    def _has_more_overflows(self, snapshot: Snapshot) -> bool:
-        """Whether losses or gradients were not finite, in a row or often, since the last replay."""
-        first, seen = self._first, self._seen
-        losses = snapshot.nonfinite_loss_count - first.nonfinite_loss_count
-        overflows = snapshot.overflow_count - first.overflow_count
-        if self._overflow_replays >= _MOST_REPLAYS or not self._time.allows_overflow():
-            return False
-        if losses > 2 * (seen.nonfinite_loss_count - first.nonfinite_loss_count):
-            return True
-        count = overflows - losses
-        is_new = count > 0 and overflows > 2 * (seen.overflow_count - first.overflow_count)
-        is_often = snapshot.overflows_in_a_row >= _OVERFLOWS_IN_A_ROW or count >= _MANY_OVERFLOWS
-        is_often |= snapshot.overflows_at_min_scale > seen.overflows_at_min_scale
-        # A scale of 1 has nothing to adapt, so that no overflow is expected.
-        is_often |= not self._capture.optimizer.rule.scales_loss
-        return is_new and is_often and self._attempts.runs_step
-
-    def _is_comparison_due(self, snapshot: Snapshot, is_last: bool) -> bool:
-        """Whether to compare the precisions.
-
-        At a few points of a training, and where many more gradients are zero.
-        """
-        if snapshot.overflows_in_a_row or snapshot.step == self._last_step:
-            return False
-        if not self._has_computed_in_16_bits():
-            return False
-        if not self._last_step or (is_last and not self._continues):
-            return True
-        is_in_the_middle = self._last_step < self._middle <= snapshot.step
-        is_in_the_middle &= not self._continues
-        is_later = snapshot.step >= min(_COMPARED_AGAIN * self._last_step, self.next_proof)
-        is_at_end = is_last and snapshot.step >= _COMPARED_AT_END * self._last_step
-        is_wanted = is_later or is_at_end or is_in_the_middle
-        if is_wanted and self._time.allows_comparison(self._has_differed, is_in_the_middle):
-            return True
-        share = self._zero_share_of(snapshot)
-        return share > _MORE_ZEROS and share >= self._zero_share + _MORE_ZEROS
-
-    def _is_format_due(self, snapshot: Snapshot, is_last: bool) -> bool:
-        """Whether a replay passes its batch in the other 16-bit format too.
-
-        In the first replay, and in one of the second half of the training if there is time; at its
-        end if the number of steps is not known.
-        """
-        if self._format_comparisons and not self._time.allows_as_much(self._has_differed):
-            return False
-        if self._format_comparisons:
-            is_in_second_half = self._first.step < self._middle <= snapshot.step
-            return self._format_comparisons == 1 and (is_in_second_half or is_last)
-        return True
 
     def _has_computed_in_16_bits(self) -> bool:
         """Whether a layer computes in 16 bits, or did before a repair."""
@@ -566,15 +463,3 @@ class BatchReplayer:
         """The number format that limits the model, which a repair may change."""
         layers = (self._model, *self.beside)
         return computing_format(set().union(*map(compute_dtypes, layers)))
-
-    def _zero_share_of(self, snapshot: Snapshot) -> float:
-        """Returns the share of the sampled elements that are zero, and may not be in float32.
-
-        0 without a finite sample, and in the formats that have the range of float32.
-        """
-        if snapshot.sample is None or self._format is not FLOAT16:
-            return 0.0
-        histogram = snapshot.sample.histogram
-        if not histogram.total or not histogram.is_finite:
-            return 0.0
-        return histogram.zero_fraction

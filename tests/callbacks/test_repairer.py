@@ -161,7 +161,7 @@ def test_all_models_with_a_repaired_layer_compute_with_it(recwarn):
 
 def test_training_that_is_stuck_is_replayed_and_repaired_before_it_ends(monkeypatch):
     # Those of earlier overflows are used up.
-    monkeypatch.setattr("kmp.callbacks.batch_replayer._MOST_REPLAYS", 0)
+    monkeypatch.setattr("kmp.callbacks.replay_schedule._MOST_REPLAYS", 0)
     model, callbacks = overflowing(), [Monitor(patience=6)]
     with pytest.warns(
         UserWarning,
@@ -283,7 +283,7 @@ def test_repair_of_one_tower_keeps_the_gradients_of_the_other(tmp_path):
 
 
 def test_callback_with_the_same_patience_does_not_stop_what_another_one_has_repaired(monkeypatch):
-    monkeypatch.setattr("kmp.callbacks.batch_replayer._MOST_REPLAYS", 0)
+    monkeypatch.setattr("kmp.callbacks.replay_schedule._MOST_REPLAYS", 0)
     callbacks = [Monitor(patience=6), Monitor(patience=6, replay=False)]
     with pytest.warns(UserWarning, match="At step 6 kmp set the layers 'sequential.*/cube'"):
         train(overflowing(), callbacks, epochs=2, height=1e4)
