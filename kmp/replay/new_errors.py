@@ -24,15 +24,25 @@ class NewErrors:
 
     Args:
         step: The step.
+        calls: The calls of layers whose outputs the program has.
         path_of: Returns the path of the layer of a call.
         examples: The number of examples in the batch.
     """
 
     def __init__(
-        self, step: StepGraph, path_of: Callable[[LayerCall | None], str], examples: int
+        self,
+        step: StepGraph,
+        calls: Sequence[LayerCall],
+        path_of: Callable[[LayerCall | None], str],
+        examples: int,
     ) -> None:
         self._step, self._path_of, self._examples = step, path_of, examples
-        self._calls: list[LayerCall] = []
+        outermost = step.places.outermost_calls
+        self._calls = [
+            call
+            for call in calls
+            if numeric_outputs(call) and call not in outermost and call.dtype in DTYPES_16_BIT
+        ]
 
     def add(self, view: ProgramView) -> Any:
         """Adds the operations to a program, and returns the outputs of each call.
@@ -40,15 +50,11 @@ class NewErrors:
         In float32, in its own precision, and with rounded inputs.
         """
         operations = self._step.graph.get_operations()
-        outermost = self._step.places.outermost_calls
         own, rounded = _Copies("own", view), _Copies("rounded", view, rounds_inputs=True)
         exact: list[list[tf.Tensor]] = []
-        for call in self._step.calls:
+        for call in self._calls:
             outputs = numeric_outputs(call)
             inside = {each.name for each in operations[call.operations]}
-            if not outputs or call in outermost or call.dtype not in DTYPES_16_BIT:
-                continue
-            self._calls.append(call)
             exact.append([view.find(each) for each in outputs])
             own.add(call, outputs, inside)
             rounded.add(call, outputs, inside)
@@ -114,11 +120,16 @@ class _Copies:
             node.input[:] = [prefix + each for each in sources]
             for source in sources:
                 origin = source.partition(":")[0]
-                # Casts to the format of the program have no place in the step.
-                if origin in self._nodes and (origin in inside or origin.startswith(CAST)):
+                # Casts to the format of the program have no place in the step. The lists in which a
+                # loop keeps values for its backward pass are made later than the call.
+                is_copied = origin in inside or origin.startswith(CAST) or self._is_list(source)
+                if origin in self._nodes and is_copied:
                     waiting.append(origin)
                 else:
                     self._inputs[prefix + source] = self._input(source, call.dtype)
+
+    def _is_list(self, source: str) -> bool:
+        return self._view.find_source(source)[1] == tf.variant
 
     def _input(self, source: str, dtype: str) -> tf.Tensor:
         value, own_dtype = self._view.find_source(source)

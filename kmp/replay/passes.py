@@ -366,7 +366,7 @@ class _Measures:
         path_of = self.layers.path_of
         has_operations = watch and not passes.as_trained
         self.operations = OperationWatch(step, path_of, examples) if has_operations else None
-        self.new_errors = NewErrors(step, path_of, examples) if measure else None
+        self.new_errors = NewErrors(step, calls, path_of, examples) if measure else None
 
     def add(self, view: ProgramView) -> Any:
         """Adds the operations that measure to a program, and returns what it returns of them."""
