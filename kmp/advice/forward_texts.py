@@ -14,18 +14,22 @@ from kmp.advice.wording import (
 )
 from kmp.diagnosis import RunMetrics
 from kmp.diagnosis.forward_causes import (
+    DIVISIONS,
     LOGARITHMS,
+    OF_POSITIVE_NUMBERS,
     GrowingActivations,
     LossInFloat16,
     NonfiniteCompiled,
     NonfiniteForward,
     NonfiniteInFloat32,
     NonfiniteLossFunction,
+    RoundedBefore,
     UnexplainedLoss,
     is_cast_of_constant,
 )
 from kmp.records import Replay
-from kmp.records.replay import LOSS_FUNCTION, NonfiniteOperation
+from kmp.records.replay import LOSS_FUNCTION, NonfiniteOperation, RoundedConstant
+from kmp.records.step_facts import CodeLine
 from kmp.utils.float_formats import FLOAT32
 
 
@@ -35,19 +39,15 @@ def _(cause: NonfiniteForward, run: RunMetrics) -> Text:
     return Text(
         _title(cause, run),
         f"{failed_steps(run)}; replayed, {found.operation} in {run.describe(found.layer)}"
-        f"{_line_in_loss(run, found)} is the first to return {found.value}, for"
+        f"{_line(found)} is the first to return {found.value}, for"
         f" {_operand(cause)}; in float32 {_in_float32(replay)}",
         replayed_with_change(run, replay, _proof(replay)),
     )
 
 
-def _line_in_loss(run: RunMetrics, found: NonfiniteOperation) -> str:
-    """Returns the line of an operation of the loss function, if only one has such an operation."""
-    if found.layer != LOSS_FUNCTION or run.step_facts is None:
-        return ""
-    lines = [each for each in run.step_facts.operations_in_16_bits or () if each.file]
-    own = [each for each in lines if each.operation == found.operation]
-    return f" ({own[0].file}, line {own[0].line})" if len(own) == 1 else ""
+def _line(found: NonfiniteOperation) -> str:
+    """Returns the line of an operation, if it is known, after the layer."""
+    return f" ({found.code.file}, line {found.code.line})" if found.code and found.code.file else ""
 
 
 def _in_float32(replay: Replay) -> str:
@@ -152,7 +152,7 @@ def _(cause: NonfiniteInFloat32, run: RunMetrics) -> Text:
         )
     found, first = cause.operation, ""
     if found:
-        first = f": {found.operation} in {run.describe(found.layer)}"
+        first = f": {found.operation} in {run.describe(found.layer)}{_line(found)}"
         first += f" is the first to return {found.value}"
     if run.format is FLOAT32:
         return Text(
@@ -172,6 +172,62 @@ def _(cause: NonfiniteInFloat32, run: RunMetrics) -> Text:
         f"{failed_steps(run)}; replayed in float32 it is not finite either{first}",
         "not a matter of precision: look at that operation, and at what the batch contains",
     )
+
+
+@text_of.register
+def _(cause: RoundedBefore, run: RunMetrics) -> Text:
+    found, (first, *others) = cause.rounded.operation, cause.rounded.constants
+    its, it = ("their", "them") if others else ("its", "it")
+    constant = f"the constant {first.name!r}" if first.name else "a constant"
+    if others:
+        constant += f" and {counted(len(others), 'other')}"
+    made = f"the program makes {constant} in {first.dtype}, before the training step gets {it}"
+    shown, title = "", f"The training step returns NaN or Inf: {made}."
+    if found:
+        place = f"{found.operation} in {run.describe(found.layer)}"
+        shown = f": {place}{_line(found)} is the first to return {found.value}"
+        title = f"{_subject(found.code) or place} {_harm(found)}: {made}."
+    use = _subject(first.use) or first.use
+    tried = f"other numbers that {first.dtype} rounds to the same ones"
+    if first.nonfinite:
+        title = f"{use} gets {first.nonfinite}: {made}."
+        tried = "finite numbers"
+    return Text(
+        title,
+        f"{failed_steps(run)}; replayed in float32 it is not finite either{shown};"
+        f" {use} gets {constant} ({_values_of(first)}), and with {tried} in {its} place the batch"
+        " is finite",
+        f"compute {it} with dtype='float32' from the beginning, in place of the compute dtype:"
+        f" float32 does not bring back what {first.dtype} has lost. kmp promotes operations"
+        " of float32 and 16-bit operands; not tried, as the exact numbers are not known",
+    )
+
+
+def _subject(code: CodeLine | None) -> str:
+    """Returns an operation with its line, as the subject of a sentence; empty without a line."""
+    return f"{code}," if code and code.file else ""
+
+
+def _harm(found: NonfiniteOperation) -> str:
+    """Returns what an operation does that returns NaN or Inf for its operands."""
+    if found.operation in DIVISIONS and found.smallest_input == 0.0:
+        return "divides by 0"
+    function = "logarithm" if found.operation in LOGARITHMS else "root"
+    if found.operation in OF_POSITIVE_NUMBERS and found.has_negative_input:
+        return f"takes the {function} of a negative number"
+    if found.operation in LOGARITHMS and found.smallest_input == 0.0:
+        return "takes the logarithm of 0"
+    return "returns NaN" if found.value == "nan" else "returns Inf"
+
+
+def _values_of(constant: RoundedConstant) -> str:
+    low, high = constant.smallest, constant.largest
+    parts = [f"shape {tuple(constant.shape)}" if constant.shape else "a scalar"]
+    if low is not None and high is not None:
+        parts.append(f"{low:.3g}" if low == high else f"{low:.3g} to {high:.3g}")
+    if constant.nonfinite:
+        parts.append(constant.nonfinite)
+    return ", ".join(parts)
 
 
 @text_of.register

@@ -75,8 +75,8 @@ def rewritten(
         constants: The exact values of constants, by the name of the operation: one for all
             elements, or as many as there are in another shape.
         only: The names of the operations that are rewritten; by default all.
-        variables: The names of the placeholders of variables in 16 bits that are in the other
-            format in the new graph.
+        variables: The names of the placeholders of variables in 16 bits, and of constants, that
+            are in the other format in the new graph.
         casts: The names of casts that are left out where an operation that is rewritten gets what
             they return.
     """
@@ -89,6 +89,7 @@ def rewritten(
         if (only is None or node.name in only)
         and (not node.op.startswith(KEEPING_FORMAT) or not variables.isdisjoint(node.input))
     }
+    chosen |= variables
     functions = {each.signature.name: each for each in result.library.function}
     suffix = f"_in_{dtype}"
     added = _Casts()

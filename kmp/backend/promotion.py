@@ -15,6 +15,7 @@ TensorFlow's errors.
 
 import contextlib
 import functools
+import itertools
 import logging
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -37,8 +38,10 @@ _LOW = frozenset(map(tf.as_dtype, DTYPES_16_BIT))
 # How TensorFlow says that eager operands differ, and that a function needs float32.
 _OPERANDS_DIFFER = "tensor but is a"
 _NEEDS_FLOAT32 = "requested dtype float32 for Tensor"
+_CALLERS = tuple(f"{Path(str(module.__file__)).parent}/" for module in (keras, tf))
 _LIBRARIES = (
-    *(f"{Path(str(module.__file__)).parent}/" for module in (keras, tf, functools)),
+    *_CALLERS,
+    f"{Path(str(functools.__file__)).parent}/",
     f"{Path(__file__).parent.parent}/",
     *("<frozen ", "<__array_function__"),
 )
@@ -226,6 +229,11 @@ def _note(operation: str, dtype: str) -> None:
         dtype,
         dtype,
     )
+
+
+def stack_inside(stack: Sequence[Any]) -> list[Any]:
+    """Returns the frames of a stack that Keras or TensorFlow called, as they call a step."""
+    return list(itertools.dropwhile(lambda frame: not frame.filename.startswith(_CALLERS), stack))
 
 
 def line_of_user(stack: Sequence[Any]) -> tuple[str, int]:

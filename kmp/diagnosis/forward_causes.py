@@ -6,16 +6,16 @@ from typing import NamedTuple
 
 from kmp.diagnosis import edits, precision_causes, soundness, thresholds
 from kmp.diagnosis.batch_causes import NonfiniteData, invalid_targets
-from kmp.diagnosis.cause import SIXTEEN_BITS, Cause, Stage
+from kmp.diagnosis.cause import ERROR, SIXTEEN_BITS, Cause, Stage
 from kmp.diagnosis.run_metrics import RunMetrics
 from kmp.records import Replay
-from kmp.records.replay import LOSS_FUNCTION, NonfiniteOperation
+from kmp.records.replay import LOSS_FUNCTION, NonfiniteOperation, RoundedConstants
 from kmp.records.step_facts import CodeLine
 from kmp.utils.float_formats import FLOAT16, FORMATS_16_BIT
 
 DIVISIONS = ("RealDiv", "Rsqrt", "Reciprocal", "Inv", "Div", "Xdivy", "Pow")
 LOGARITHMS = ("Log", "Log1p", "Xlogy", "Xlog1py")
-_OF_POSITIVE_NUMBERS = (*LOGARITHMS, "Sqrt", "Rsqrt", "Pow")
+OF_POSITIVE_NUMBERS = (*LOGARITHMS, "Sqrt", "Rsqrt", "Pow")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,7 +89,7 @@ class GrowingActivations(Cause):
         magnitudes = [*replay.overflow.magnitudes.values()] if replay and replay.overflow else []
         if replay is None or not magnitudes or replay.float32_layers:
             return None
-        if replay.batch.nonfinite_variables:
+        if replay.batch.nonfinite_variables or replay.rounded:
             return None
         largest_input = max(1.0, replay.batch.largest_input)
         # Outputs that are not finite in float32 may have no finite value.
@@ -133,6 +133,32 @@ class NonfiniteInFloat32(Cause):
 
 
 @dataclass(frozen=True, kw_only=True)
+class RoundedBefore(Cause):
+    """Constants that were made in 16 bits outside of the step, so that float32 loses them too.
+
+    Args:
+        rounded: The constants, and the operation that they make NaN or Inf.
+    """
+
+    stage = Stage.FORWARD
+
+    rounded: RoundedConstants
+
+    @classmethod
+    def of(cls, replay: Replay, severity: str = ERROR) -> "RoundedBefore | None":
+        """Returns the cause if a replay that is not finite in float32 shows it."""
+        if replay.rounded is None:
+            return None
+        operation = replay.rounded.operation
+        return cls(
+            name="constant",
+            severity=severity,
+            location=operation.layer if operation else "",
+            rounded=replay.rounded,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
 class LossInFloat16(Cause):
     """A loss in float16 that is not finite, and that no replay shows.
 
@@ -166,6 +192,7 @@ Forward = (
     NonfiniteForward
     | NonfiniteCompiled
     | NonfiniteInFloat32
+    | RoundedBefore
     | LossInFloat16
     | NonfiniteLossFunction
     | UnexplainedLoss
@@ -281,7 +308,7 @@ def _kind_by_zero_divisor(found: NonfiniteOperation, constants: list[float]) -> 
 
 def _name(found: NonfiniteOperation, replay: Replay) -> str:
     is_nan_of_negative = found.value == "nan" and found.has_negative_input
-    if is_nan_of_negative and found.operation in _OF_POSITIVE_NUMBERS:
+    if is_nan_of_negative and found.operation in OF_POSITIVE_NUMBERS:
         return "rounding"
     if found.operation in LOGARITHMS:
         return "forward_underflow"
@@ -298,7 +325,7 @@ def is_cast_of_constant(found: NonfiniteOperation) -> bool:
     return abs(found.constant) > FORMATS_16_BIT[found.dtype].max
 
 
-def _nonfinite_in_float32(run: RunMetrics, replay: Replay) -> NonfiniteInFloat32:
+def _nonfinite_in_float32(run: RunMetrics, replay: Replay) -> NonfiniteInFloat32 | RoundedBefore:
     variables = replay.batch.nonfinite_variables
     if variables:
         is_from_start = run.has_never_updated
@@ -310,6 +337,8 @@ def _nonfinite_in_float32(run: RunMetrics, replay: Replay) -> NonfiniteInFloat32
             operation=None,
             is_from_start=is_from_start,
         )
+    if rounded := RoundedBefore.of(replay):
+        return rounded
     first = replay.operations[0] if replay.operations else None
     location = first.layer if first else ""
     return NonfiniteInFloat32(name="loss", location=location, variables=[], operation=first)

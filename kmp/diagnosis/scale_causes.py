@@ -13,7 +13,7 @@ from kmp.diagnosis.cause import (
     SetArguments,
     Stage,
 )
-from kmp.diagnosis.forward_causes import DIVISIONS, LOGARITHMS, NonfiniteForward
+from kmp.diagnosis.forward_causes import DIVISIONS, LOGARITHMS, NonfiniteForward, RoundedBefore
 from kmp.diagnosis.run_metrics import RunMetrics
 from kmp.records import Replay
 from kmp.records.replay import LOSS_FUNCTION, NonfiniteOperation
@@ -41,11 +41,13 @@ class NonfiniteGradients(Cause):
         return self.operation is not None and self.operation.operation in SLOPES
 
     @classmethod
-    def of(cls, run: RunMetrics) -> "NonfiniteGradients | None":
-        """Returns the cause if the run has it."""
+    def of(cls, run: RunMetrics) -> "NonfiniteGradients | RoundedBefore | None":
+        """Returns the cause if the run has it, or the constants that make gradients so."""
         replay = run.backward_replay
         if not run.gradient_overflows or replay is None or replay.is_finite_in_float32:
             return None
+        if rounded := RoundedBefore.of(replay, severity_of_overflows(run)):
+            return rounded
         operation = next((each for each in replay.operations if each.is_backward), None)
         origin, _ = run.main_overflow_origin
         return cls(

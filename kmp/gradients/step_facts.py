@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 
 from kmp.backend.graph_operations import PASS_BUFFERS, bodies_of
-from kmp.backend.promotion import line_of_user
+from kmp.backend.promotion import line_of_user, stack_inside
 from kmp.backend.scale_powers import CONSTANT, ZERO, Dependence, Nonlinear, ScalePowers, is_mixed
 from kmp.backend.step_graph import AppliedGradients, StepGraph
 from kmp.backend.step_places import LayerCall
@@ -115,7 +115,7 @@ def _facts_of(step: StepGraph, optimizer: Any, applied: Sequence[AppliedGradient
     same = [each.path for each in wrong if each.scaling == first.scaling]
     return StepFacts(
         scaling=first.scaling,
-        operation=_line_of(first.operation) if first.operation is not None else None,
+        operation=line_of(first.operation) if first.operation is not None else None,
         variables=list(dict.fromkeys(same)),
         are_all=len(same) == len(found),
         operations_in_16_bits=in_16_bits,
@@ -297,8 +297,12 @@ def _is_of_backward(operation: tf.Operation) -> bool:
     return any(frame.filename.endswith(_TAPE) for frame in operation.traceback)
 
 
-def _line_of(operation: tf.Operation) -> CodeLine:
-    file, line = line_of_user(operation.traceback)
+def line_of(operation: tf.Operation) -> CodeLine:
+    """Returns the line of the step that made an operation, if one of the user's own did.
+
+    Not that which called the step, such as that with `fit`.
+    """
+    file, line = line_of_user(stack_inside(operation.traceback))
     dtype = operation.outputs[0].dtype.name if operation.outputs else ""
     return CodeLine(operation.type, dtype, file, line)
 
@@ -328,7 +332,7 @@ def _operations_in_16_bits(step: StepGraph, losses: Iterable[tf.Tensor]) -> list
             rounding = list(_that_round(operation))
             # Not the backward pass of a gradient that is a part of the loss.
             if rounding and not _is_of_backward(operation):
-                found.update((_line_of(each), None) for each in rounding)
+                found.update((line_of(each), None) for each in rounding)
     return list(found)
 
 

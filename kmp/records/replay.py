@@ -18,6 +18,7 @@ from kmp.records.log_types import (
     Text,
     Texts,
 )
+from kmp.records.step_facts import CodeLine
 
 # Names of what a replay finds outside of layers.
 BATCH_X, BATCH_Y, BATCH_WEIGHTS = BATCH_PARTS = (
@@ -164,6 +165,7 @@ class NonfiniteOperation:
         is_backward: Whether it was in the backward pass.
         has_infinite_constant: Whether a scalar input is infinite.
         has_negative_input: Whether a number in its last input is negative.
+        code: The line of the training step that made it; `None` if it is not known.
     """
 
     layer: Text
@@ -176,6 +178,47 @@ class NonfiniteOperation:
     is_backward: bool
     has_infinite_constant: bool = False
     has_negative_input: bool = False
+    code: CodeLine | None = None
+
+
+@dataclass(frozen=True)
+class RoundedConstant:
+    """A constant that the training step gets in 16 bits, so that float32 has no more of it.
+
+    Args:
+        dtype: Its dtype.
+        shape: Its shape.
+        smallest: The smallest of its finite values; `None` if there are none.
+        largest: The largest of them.
+        use: The first operation that gets it.
+        nonfinite: `"Inf"` or `"NaN"` if it has such values; NaN if it has both.
+        name: The layer or model and its attribute that is this constant, such as
+            `"diffusion.kept"`; empty if it is not known.
+    """
+
+    dtype: Format16
+    shape: Annotated[list[Count], Meta(max_length=100)]
+    smallest: Number | None
+    largest: Number | None
+    use: CodeLine
+    nonfinite: Literal["", "Inf", "NaN"] = ""
+    name: Text = ""
+
+
+@dataclass(frozen=True)
+class RoundedConstants:
+    """Constants whose rounding makes a pass in float32 NaN or Inf.
+
+    It is finite with other values that round to the same numbers.
+
+    Args:
+        constants: The constants, no more of them than are needed for that.
+        operation: The first operation that then returns neither NaN nor Inf; `None` if none is
+            known.
+    """
+
+    constants: Annotated[list[RoundedConstant], Meta(min_length=1, max_length=100)]
+    operation: NonfiniteOperation | None = None
 
 
 @dataclass(frozen=True)
@@ -224,6 +267,8 @@ class Overflow:
             its operands are not, by layer; zeros are omitted. Measured in a finite pass.
         lossy: The operation of each layer that loses most, the largest error first, in a finite
             pass.
+        rounded: The constants whose rounding makes the pass in float32 NaN or Inf; `None` without
+            such constants.
     """
 
     operations: Annotated[list[NonfiniteOperation], Meta(max_length=100)] = field(
@@ -236,6 +281,7 @@ class Overflow:
     magnitudes: MagnitudeByPath = field(default_factory=dict)
     underflows: ShareByPath = field(default_factory=dict)
     lossy: Annotated[list[LossyOperation], Meta(max_length=100)] = field(default_factory=list)
+    rounded: RoundedConstants | None = None
 
 
 @dataclass(frozen=True)
@@ -468,6 +514,11 @@ class Replay:
     def operations(self) -> list[NonfiniteOperation]:
         """The first operations that returned NaN or Inf."""
         return self.overflow.operations if self.overflow else []
+
+    @property
+    def rounded(self) -> RoundedConstants | None:
+        """The constants whose rounding makes the pass in float32 NaN or Inf."""
+        return self.overflow.rounded if self.overflow else None
 
     @property
     def output_error(self) -> float | None:

@@ -56,12 +56,18 @@ def _states_in_16_bits(passes: Passes) -> list[str]:
         return []
     compared = {id(each.value.handle) for each in float_states(model).values()}
     names = {id(each.value.handle): each.path for each in model.trainable_variables}
-    for layer in sublayers(model):
-        for attribute, value in vars(layer).items():
-            for variable in _items(value):
-                if isinstance(variable, tf.Variable):
-                    names[id(variable.handle)] = f"{layer.name}.{attribute}"
+    for name, value in attributes_of(sublayers(model)):
+        if isinstance(value, tf.Variable):
+            names[id(value.handle)] = name
     return [names.get(each, "") for each in assigned if each not in compared]
+
+
+def attributes_of(layers: Iterable[keras.Layer]) -> Iterator[tuple[str, Any]]:
+    """Yields the values that layers have as attributes, in lists too, after their names."""
+    for layer in layers:
+        for attribute, value in vars(layer).items():
+            for item in _items(value):
+                yield f"{layer.name}.{attribute}", item
 
 
 def _items(value: Any) -> Iterable[Any]:

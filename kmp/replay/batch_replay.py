@@ -46,6 +46,7 @@ from kmp.replay.other_format import other_format
 from kmp.replay.output_errors import magnitudes_of
 from kmp.replay.passes import Passes, PassResult, as_array, tiled
 from kmp.replay.precision_loss import Reference, gradient_errors, layer_errors, state_errors
+from kmp.replay.rounded_constants import rounded_constants
 from kmp.scaling import DynamicScale
 from kmp.utils.float_formats import BFLOAT16, FLOAT16, FLOAT32, FloatFormat, computing_format
 
@@ -396,6 +397,10 @@ class _BatchReplay:
             return Overflow()
         operations = list(watched.nonfinite.found)
         layers = {found.layer for found in operations}
+        rounded = None
+        if not exact.is_finite:
+            with contextlib.suppress(TimeoutError):
+                rounded = rounded_constants(passes, operations)
         # bfloat16 has the range of float32.
         lost = in_float32.nonfinite.lost_constants if self._has_float16 else {}
         return Overflow(
@@ -403,6 +408,7 @@ class _BatchReplay:
             lost_constants={layer: lost[layer] for layer in lost if layer in layers},
             outputs=list(watched.marks.nonfinite)[:_MOST_NAMED],
             magnitudes=magnitudes_of(in_float32.marks.outputs),
+            rounded=rounded,
         )
 
     def _agrees_with_training(self, own: PassResult) -> bool:

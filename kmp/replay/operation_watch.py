@@ -8,6 +8,7 @@ import tensorflow as tf
 
 from kmp.backend.step_graph import StepGraph
 from kmp.backend.step_places import LayerCall
+from kmp.gradients.step_facts import line_of
 from kmp.records.replay import LossyOperation, NonfiniteOperation
 from kmp.replay.arrays import array_of
 from kmp.replay.layer_results import counts_of_nonfinite, sample
@@ -196,7 +197,10 @@ class OperationWatch:
             found.layers_done.append(len(done))
             kind, dtype = watched.operation.type, watched.dtypes[0]
             is_backward = watched.is_backward
-            new = NonfiniteOperation(watched.layer, kind, dtype, value, 0, 0, None, is_backward)
+            code = line_of(watched.operation)
+            new = NonfiniteOperation(
+                watched.layer, kind, dtype, value, 0, 0, None, is_backward, code=code
+            )
             found.found.append(new)
             origins.append(watched)
         if not origins:

@@ -103,7 +103,9 @@ class Passes:
         as_trained: Whether the passes run as the training does: optimized by TensorFlow, and
             compiled by XLA if that compiles the step. Only the outputs of the model leave them
             then, or of all layers where a pass is watched: more changes what XLA fuses.
-        programs: Those that were made of the graph.
+        constants: Values for passes in float32 in place of constants in 16 bits, by the name of the
+            operation in the graph.
+        programs: Those that were made of the graph with these constants.
     """
 
     model: keras.Model
@@ -122,6 +124,7 @@ class Passes:
     float32_operations: Sequence[keras.Operation] = ()
     beside: Sequence[keras.Layer] = ()
     as_trained: bool = False
+    constants: Mapping[str, np.ndarray] = field(default_factory=dict)
     programs: StepPrograms = field(default_factory=StepPrograms)
 
     @property
@@ -261,6 +264,7 @@ class Passes:
                     tensors=tensors,
                     measure=lambda view: [view.find(each) for each in tensors],
                     has_backward=False,
+                    constants=self.constants,
                 )
                 with without_tensor_float_32():
                     return with_values(data, factor, self._begin()).measured
@@ -286,6 +290,7 @@ class Passes:
             states={id(each.value.handle) for each in float_states(self.model).values()},
             has_backward=self.has_backward,
             as_trained=self.as_trained,
+            constants=self.constants,
         )
 
     def paths(self) -> dict[int, str]:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 from kmp.backend.graph_formats import (
@@ -191,6 +192,7 @@ def step_program(
     states: Collection[int] = (),
     has_backward: bool = True,
     as_trained: bool = False,
+    constants: Mapping[str, np.ndarray] | None = None,
 ) -> StepProgram:
     """Makes a program of a training step.
 
@@ -208,6 +210,8 @@ def step_program(
         has_backward: Whether it computes losses and gradients.
         as_trained: Whether TensorFlow optimizes it, and XLA compiles it if that compiles the step.
             Both take more time than a few runs save.
+        constants: Values in this format in place of constants in 16 bits, by the name of the
+            operation.
 
     Raises:
         RuntimeError: If the step changes what is not in a variable, such as a file; or if it
@@ -243,13 +247,16 @@ def step_program(
         for index in held.values():
             copies[index] = _in_format(copies[index], dtype)
         captured |= {name: copies[index].variable.handle for name, index in held.items()}
+        constants = constants or {}
+        changed = [name for name in captured if _operation_of(name) in constants]
+        captured |= {name: tf.constant(constants[_operation_of(name)], dtype) for name in changed}
         definition = rewritten(
             definition,
             graph,
             dtype,
-            step.constants,
+            {**step.constants, **constants},
             chosen,
-            names_held,
+            names_held.union(map(_operation_of, changed)),
             step.places.following_casts,
         )
 
@@ -296,7 +303,7 @@ def _writes_of(step: StepGraph, states: Collection[int]) -> list[str]:
     graph = step.graph
     operations = graph.get_operations()
     before = {each.name for each in operations[: step.position]}
-    handles = {id(inner) for outer, inner in graph.captures if id(_outermost(outer)) in states}
+    handles = {id(inner) for outer, inner in graph.captures if id(outermost(outer)) in states}
     writes = [
         each.name
         for each in graph.control_outputs
@@ -331,7 +338,7 @@ def _captured(graph: Any, used: Mapping[str, bool]) -> tuple[dict[str, Any], lis
     for outer, inner in graph.captures:
         if inner.op.name not in used:
             continue
-        value = _outermost(outer)
+        value = outermost(outer)
         dtype = handle_dtype(value)
         if dtype and not used[inner.op.name]:
             with tf.device(value.device):
@@ -427,7 +434,7 @@ def _operation_of(source: str) -> str:
     return source.lstrip("^").partition(":")[0]
 
 
-def _outermost(value: Any) -> Any:
+def outermost(value: Any) -> Any:
     """Returns the tensor that a function captures, followed through the functions around it."""
     while tf.is_symbolic_tensor(value):
         outside = (outer for outer, inner in value.graph.captures if inner is value)

@@ -19,7 +19,10 @@ from kmp.records.replay import (
     LayerSearch,
     NonfiniteOperation,
     Overflow,
+    RoundedConstant,
+    RoundedConstants,
 )
+from kmp.records.step_facts import CodeLine
 
 DYNAMIC = {
     "rule": "DynamicScale",
@@ -864,6 +867,76 @@ def test_operation_tells_the_cause(found, cause, title):
     finding = advice_of(overflow_row(replay), model="net", layers=layers)[0]
     assert (finding.cause, finding.location) == (cause, found.layer)
     assert finding.title.startswith(title)
+
+
+USE = CodeLine("GatherV2", "float16", "train.py", 7)
+DIVIDED_AT = CodeLine("RealDiv", "float16", "train.py", 9)
+SCHEDULE = RoundedConstant("float16", [1000], 0.001, 1.0, USE, name="net.kept")
+ZERO = RoundedConstant("float16", [], 0.0, 0.0, USE)
+INFINITE = RoundedConstant("float16", [4], 2.0, 2.0, USE, nonfinite="Inf")
+MADE = "in float16, before the training step gets"
+
+
+@pytest.mark.parametrize(
+    ("constants", "found", "title", "shown"),
+    [
+        (
+            [SCHEDULE],
+            operation("RealDiv", smallest_input=0.0, code=DIVIDED_AT),
+            "RealDiv in train.py, line 9, divides by 0: the program makes the constant 'net.kept'"
+            f" {MADE} it.",
+            "GatherV2 in train.py, line 7, gets the constant 'net.kept' (shape (1000,), 0.001 to 1)"
+            ", and with other numbers that float16 rounds to the same ones in its place",
+        ),
+        (
+            [ZERO, SCHEDULE],
+            operation("Log", "inf", smallest_input=0.0),
+            "Log in layer 'a' takes the logarithm of 0: the program makes a constant and 1 other"
+            f" {MADE} them.",
+            "gets a constant and 1 other (a scalar, 0), and with other numbers that float16 rounds"
+            " to the same ones in their place",
+        ),
+        (
+            [SCHEDULE],
+            operation("Sqrt", has_negative_input=True),
+            "Sqrt in layer 'a' takes the root of a negative number: ",
+            "Sqrt in layer 'a' is the first to return nan",
+        ),
+        (
+            [ZERO],
+            operation("SqrtGrad", "inf", is_backward=True),
+            "SqrtGrad in layer 'a' returns Inf: ",
+            "SqrtGrad in layer 'a' is the first to return inf",
+        ),
+        (
+            [INFINITE],
+            None,
+            f"GatherV2 in train.py, line 7, gets Inf: the program makes a constant {MADE} it.",
+            "gets a constant (shape (4,), 2, Inf), and with finite numbers in its place",
+        ),
+        (
+            [ZERO],
+            None,
+            f"The training step returns NaN or Inf: the program makes a constant {MADE} it.",
+            "it is not finite either; GatherV2 in train.py, line 7, gets a constant",
+        ),
+    ],
+)
+def test_constant_that_was_rounded_before_the_step_is_named_with_its_use(
+    constants, found, title, shown
+):
+    overflow = Overflow([operation("Exp", "inf")], rounded=RoundedConstants(constants, found))
+    failed = replace(replay_of(is_finite_in_float32=False), overflow=overflow)
+    of_gradients = replace(failed, loss=1.0, float32_loss=1.0)
+    for row in (overflow_row(failed), STUCK | {"replay": of_gradients}):
+        finding = advice_of(row, layers=LAYERS)[0]
+        assert (finding.cause, finding.severity, finding.edits) == ("constant", ERROR, ())
+        assert finding.location == ("net/a" if found else "")
+        assert finding.title.startswith(title)
+        assert shown in finding.evidence
+        assert "dtype='float32' from the beginning" in finding.note
+    rare = overflow_row(of_gradients, step=9000, overflow_count=3, nonfinite_loss_count=0)
+    assert advice_of(rare, layers=LAYERS)[0].severity == WARNING
 
 
 @pytest.mark.parametrize("settings", [{}, {"rule": "FixedScale"}, {"growth_interval": 20}])

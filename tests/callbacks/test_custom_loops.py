@@ -415,13 +415,36 @@ def test_a_step_with_two_calls_is_compared():
 
 
 def test_what_makes_a_loss_infinite_in_float32_too_is_named():
-    run = Loop(loss_of=lambda y, outputs: tf.reduce_sum(tf.cast(outputs, "float32")) * np.inf)
-    run = run.train()
+    def loss_of(y, outputs):
+        return tf.reduce_sum(tf.cast(outputs, "float32")) * np.inf
+
+    run = Loop(loss_of=loss_of).train()
     assert run.replays
     assert not any(each.is_finite or each.is_finite_in_float32 for _, each in run.replays)
     (problem,) = kmp.advise(run).problems
     assert problem.title == "The loss is NaN or Inf in float32 too."
-    assert "Mul in the loss function is the first to return inf" in problem.evidence
+    line = inspect.getsourcelines(loss_of)[1] + 1
+    named = f"Mul in the loss function ({__file__}, line {line}) is the first to return inf"
+    assert named in problem.evidence
+
+
+@pytest.mark.parametrize("mode", ["graph", "XLA"])
+def test_constant_in_float16_that_a_loop_divides_by_is_named(mode):
+    kept = tf.cast(1.0 - np.linspace(0.0, 0.1, 1000) ** 2, "float16")
+
+    def loss_of(y, outputs):
+        noise = tf.sqrt(1.0 - tf.gather(kept, y))
+        return tf.reduce_mean(tf.cast(outputs / noise[:, None], "float32"))
+
+    (problem,) = kmp.advise(Loop(loss_of=loss_of).train(mode=mode)).problems
+    line = inspect.getsourcelines(loss_of)[1] + 2
+    assert (problem.cause, problem.location) == ("constant", "the loss function")
+    assert problem.title == (
+        f"RealDiv in {__file__}, line {line}, divides by 0: the program makes a constant in"
+        " float16, before the training step gets it."
+    )
+    gets = f"GatherV2 in {__file__}, line {line - 1}, gets a constant (shape (1000,), 0.99 to 1)"
+    assert gets in problem.evidence
 
 
 def test_gradients_that_overflow_in_a_loop_are_those_of_the_backward_pass():
