@@ -39,7 +39,7 @@ _CALLS = (
 class ResourceVariable(NamedTuple):
     """A variable of TensorFlow, by the handle that a traced function captures.
 
-    And whether the function assigns it.
+    `is_assigned` is whether the function assigns it.
     """
 
     handle: tf.Tensor
