@@ -50,10 +50,10 @@ def all_reduce_sum(tensors: list[tf.Tensor]) -> list[tf.Tensor]:
 
 
 def check_context(method: str, is_built: bool) -> None:
-    """Raises an error if a method of an optimizer is called for all replicas together.
+    """Raises an error if a method of an optimizer is called where it cannot work.
 
-    And if it would create variables in a graph with several replicas, which TensorFlow does not
-    support.
+    It cannot be called for all replicas together, and it cannot create variables in a graph with
+    several replicas, which TensorFlow does not support.
     """
     if tf.distribute.get_replica_context() is None:
         raise ValueError(
@@ -73,7 +73,7 @@ def check_context(method: str, is_built: bool) -> None:
 def replica_id() -> int:
     """Returns the number of the replica that this function is traced or run for.
 
-    0 without a distribution strategy.
+    It is 0 without a distribution strategy.
     """
     context = tf.distribute.get_replica_context()
     if context is None or context.num_replicas_in_sync == 1:

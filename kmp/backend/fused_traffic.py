@@ -317,8 +317,13 @@ def _given(tensor: tf.Tensor) -> Any:
 
 def _computed(tensor: tf.Tensor, inputs: Sequence[_Value]) -> _Value:
     """Returns a tensor that a kernel computes from others."""
+    if tensor.shape.is_fully_defined():
+        elements = elements_of(tensor)
+    else:  # as many as what is computed from the tensor
+        computed = [output for each in tensor.consumers() for output in each.outputs]
+        elements = max(map(elements_of, computed), default=0)
     reads = frozenset[_Buffer]().union(*(each.reads for each in inputs))
-    return _Value(_shape(tensor), _known_elements(tensor), tensor.dtype, reads)
+    return _Value(_shape(tensor), elements, tensor.dtype, reads)
 
 
 def _shape(tensor: tf.Tensor) -> tuple[int | None, ...]:
@@ -327,14 +332,6 @@ def _shape(tensor: tf.Tensor) -> tuple[int | None, ...]:
 
 def _largest(values: Sequence[_Value]) -> int:
     return max((each.elements for each in values), default=0)
-
-
-def _known_elements(tensor: tf.Tensor) -> int:
-    """Returns the number of elements, if not known that of what is computed from the tensor."""
-    if tensor.shape.is_fully_defined():
-        return elements_of(tensor)
-    computed = [output for each in tensor.consumers() for output in each.outputs]
-    return max(map(elements_of, computed), default=0)
 
 
 def _in_memory(value: _Value, level: int) -> _Value:

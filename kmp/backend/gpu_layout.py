@@ -113,8 +113,11 @@ def transposed_inside(op: tf.Operation, data_format: str | None) -> list[tf.Tens
     is_channels_last = data_format in _CHANNELS_LAST
     if not (is_channels_last and is_fused_normalization(op) and op.get_attr("is_training")):
         return []
+    # The persistent kernel transposes nothing. TensorFlow reads the variable in the same way.
+    setting = os.environ.get("TF_USE_CUDNN_BATCHNORM_SPATIAL_PERSISTENT", "")
+    has_persistent_kernel = setting.lower() in ("1", "true")
     is_16_bit = op.inputs[0].dtype.name in FORMATS_16_BIT
-    if is_16_bit and op.type.endswith("V3") and _has_persistent_kernel():
+    if has_persistent_kernel and is_16_bit and op.type.endswith("V3"):
         return []
     is_gradient = "Grad" in op.type
     return [*op.inputs[: 2 if is_gradient else 1], op.outputs[0]]
@@ -123,9 +126,3 @@ def transposed_inside(op: tf.Operation, data_format: str | None) -> list[tf.Tens
 def is_fused_normalization(op: tf.Operation) -> bool:
     """Whether an operation is TensorFlow's fused batch normalization, or its gradient."""
     return op.type.startswith("FusedBatchNorm")
-
-
-def _has_persistent_kernel() -> bool:
-    """Whether TensorFlow uses the kernel, read as TensorFlow reads it."""
-    value = os.environ.get("TF_USE_CUDNN_BATCHNORM_SPATIAL_PERSISTENT", "")
-    return value.lower() in ("1", "true")

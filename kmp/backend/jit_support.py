@@ -85,10 +85,16 @@ def jit_compilation(model: keras.Model) -> str:
 def jit_obstacle(model: keras.Model) -> str:
     """Returns why `jit_compile="auto"` does not compile a model on a GPU; empty if it does.
 
-    As `keras.Model._resolve_auto_jit_compile` in Keras 3.15, which returns only whether, and
-    `False` without a GPU and under each strategy.
+    The rules are those of `keras.Model._resolve_auto_jit_compile` in Keras 3.15. That method
+    returns no reason, and it returns `False` without a GPU and under each strategy.
     """
-    classes = {type(layer).__name__ for layer in sublayers(model) if not _supports_jit(layer)}
+    classes = set()
+    for layer in sublayers(model):
+        # Without a GPU, Keras does not know that the layer uses cuDNN.
+        is_recurrent = isinstance(layer, keras.layers.LSTM | keras.layers.GRU)
+        uses_cudnn = is_recurrent and layer.use_cudnn is not False
+        if uses_cudnn or not layer.supports_jit:
+            classes.add(type(layer).__name__)
     if classes:
         verb = "does" if len(classes) == 1 else "do"
         return f"{', '.join(sorted(classes))} {verb} not support it"
@@ -98,12 +104,3 @@ def jit_obstacle(model: keras.Model) -> str:
     if is_deterministic():
         return "operations are deterministic (tf.config.experimental.enable_op_determinism)"
     return ""
-
-
-def _supports_jit(layer: keras.Layer) -> bool:
-    """Whether a layer supports XLA on a GPU.
-
-    Without a GPU, Keras does not know that the layer uses cuDNN.
-    """
-    is_recurrent = isinstance(layer, keras.layers.LSTM | keras.layers.GRU)
-    return layer.supports_jit and not (is_recurrent and layer.use_cudnn is not False)

@@ -129,7 +129,7 @@ def functional_outputs(
 ) -> Any:
     """Returns a functional model's outputs for other inputs, with each operation replaced.
 
-    `clone_model` clones them.
+    The public `keras.models.clone_model` clones the operations instead.
     """
     return required(model, "keras:Model._run_through_graph")(inputs, operation_fn=replace)
 
@@ -393,7 +393,7 @@ def variables_uncast() -> contextlib.AbstractContextManager[Any]:
 def layers_by_path(model: keras.Model) -> dict[str, keras.Layer]:
     """Returns a model's layers by path, with those in nested models and custom layers.
 
-    Not the cell of an RNN.
+    The cell of an RNN is not among them.
     """
     found: dict[str, keras.Layer] = {}
     for layer in direct_sublayers(model):
@@ -409,7 +409,7 @@ def computing_layers(
 ) -> dict[str, keras.Layer]:
     """Returns those of `layers_by_path`, and the model, that compute something themselves.
 
-    Also those of layers beside the model, such as a network in its loss.
+    The layers `beside` the model, such as a network in its loss, are treated as the model is.
     """
     layers: dict[str, keras.Layer] = {}
     for root in (*beside, model):
@@ -433,7 +433,7 @@ def created_layers(model: keras.Model) -> dict[str, keras.Layer]:
 def output_layers(layer: keras.Layer) -> list[keras.Layer]:
     """Returns the layers that produce a model's outputs, in order.
 
-    Without a graph, the last sublayer of a layer or model.
+    Without a graph, that is the last sublayer of a layer or model.
     """
     graph = graph_tensors(layer, "outputs") if isinstance(layer, keras.Model) else []
     if not graph:
@@ -446,7 +446,7 @@ def output_layers(layer: keras.Layer) -> list[keras.Layer]:
 def compute_dtypes(layer: keras.Layer) -> set[str]:
     """Returns the float dtypes that a layer and its sublayers compute in.
 
-    Those of look-ups, such as string, are no float dtypes.
+    The dtype of a look-up, such as string, is no float dtype.
     """
     dtypes = {
         sublayer.compute_dtype for sublayer in sublayers(layer) if not is_passthrough(sublayer)
@@ -498,7 +498,7 @@ def rnn_states(layer: keras.Layer) -> list[keras.Variable]:
 def tensorflow_variables(layer: keras.Layer) -> list[tf.Variable]:
     """Returns the variables in the attributes of a layer that are TensorFlow's, not Keras'.
 
-    Also those in its lists, dictionaries and `tf.Module`s. Keras lists them nowhere.
+    Those in its lists, dictionaries and `tf.Module`s are included. Keras lists them nowhere.
     """
     found: list[tf.Variable] = []
     for value in objects_in(layer, (tf.Variable, tf.Module)).values():
@@ -527,9 +527,10 @@ _searches: WeakKeyDictionary[Any, dict[Any, dict[str, _Search]]] = WeakKeyDictio
 def objects_in(owner: Any, kinds: tuple[type, ...]) -> dict[str, Any]:
     """Returns the objects of these classes in the attributes of an object, by name.
 
-    Also in lists and dictionaries there: `"totals[0]"`, `"optimizers['d']"`. A step that runs
-    eagerly asks each time, and a list may have many items: only attributes that were set since and
-    items that were added to a list or dictionary are searched, and all after `search_again`.
+    Items of lists and dictionaries there are included: `"totals[0]"`, `"optimizers['d']"`. A step
+    that runs eagerly asks each time, and a list may have many items: only attributes that were set
+    since and items that were added to a list or dictionary are searched, and all after
+    `search_again`.
     """
     searches = _searches.setdefault(owner, {}).setdefault(kinds, {})
     found: dict[str, Any] = {}

@@ -25,9 +25,9 @@ class _Output:
 def next_layers(model: keras.Model) -> dict[str, list[str]]:
     """Returns the layers that take the outputs of each layer, by path.
 
-    Of a functional or Sequential model, with the layers of such models in it. What computes
-    between two layers, such as an addition, is no layer. Empty for any other model, of which only
-    its code knows the order.
+    A functional or Sequential model has such a graph, which contains the layers of such models in
+    it. What computes between two layers, such as an addition, is no layer. The result is empty for
+    any other model, of which only its code knows the order.
     """
     graph = _Graph()
     if _has_graph(model):

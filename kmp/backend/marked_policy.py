@@ -54,7 +54,7 @@ def is_marked(layer: keras.Layer) -> bool:
 def mark(layer: keras.Layer) -> None:
     """Replaces the policy of a layer by that of this module.
 
-    Not a `DTypePolicyMap`, nor the policy of a quantized layer, which have classes of their own.
+    A `DTypePolicyMap` and the policy of a quantized layer have classes of their own, and stay.
     """
     if type(layer.dtype_policy) in _CLASSES:
         layer.dtype_policy = DTypePolicy(str(layer.dtype_policy.name))

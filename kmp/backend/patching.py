@@ -135,7 +135,11 @@ class Patches:
         patches = self._by_reason[reason]
         if self.is_held(reason):
             for patch in patches:
-                self._apply(patch)
+                if patch not in self._replacements:
+                    self._register(patch)
+                replacement = self._replacements.get(patch)
+                if replacement is not None and not replacement.is_applied:
+                    replacement.apply()
             return
         for patch in reversed(patches):
             replacement = self._replacements.get(patch)
@@ -145,16 +149,11 @@ class Patches:
                 self._left[patch] = replacement, replacement.current()
             del self._replacements[patch]
 
-    def _apply(self, patch: Patch) -> None:
-        """Applies a patch, unless it is applied."""
-        if patch not in self._replacements:
-            self._register(patch)
-        replacement = self._replacements.get(patch)
-        if replacement is not None and not replacement.is_applied:
-            replacement.apply()
-
     def _register(self, patch: Patch) -> None:
-        """Makes the replacement, or takes the one that was left; none if a name is missing."""
+        """Makes the replacement, or takes the one that was left.
+
+        Warns instead if a name is missing.
+        """
         replacement, left = self._left.pop(patch, (None, None))
         if replacement is not None and replacement.current() is left:
             self._replacements[patch] = replacement

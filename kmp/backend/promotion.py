@@ -88,11 +88,6 @@ _in_call: ContextVar[bool] = ContextVar("_in_call", default=False)
 _WHILE_HELD = (Reason.ENABLED, Reason.STEP, Reason.REPLAY, Reason.CONVERSION)
 
 
-def _is_active() -> bool:
-    """Whether operands are promoted here: after `disable`, in calls of layers of kmp only."""
-    return _in_call.get() or any(map(patches.is_held, _WHILE_HELD))
-
-
 def promoting() -> contextlib.AbstractContextManager[None]:
     """Promotes operands in the context, for this thread, after `disable` too."""
     return context_value(_in_call, True)
@@ -198,9 +193,11 @@ def _low_dtype(tensors: Sequence[Any], needs_float32: bool = False) -> str | Non
     dtypes = {tf.as_dtype(each.dtype) for each in tensors}
     low = dtypes & _LOW
     meets_float32 = needs_float32 or tf.float32 in dtypes
-    if len(low) != 1 or not meets_float32 or tf.resource in dtypes or not _is_active():
+    if len(low) != 1 or not meets_float32 or tf.resource in dtypes:
         return None
-    return next(iter(low)).name
+    # After `disable`, only the calls of kmp's layers promote.
+    is_active = _in_call.get() or any(map(patches.is_held, _WHILE_HELD))
+    return next(iter(low)).name if is_active else None
 
 
 def _promote(value: Any) -> Any:

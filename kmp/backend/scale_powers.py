@@ -163,29 +163,21 @@ def _add(known: dict[str, Dependence], operation: tf.Operation, is_backward: boo
         return
     is_backward = is_backward or "gradient_tape/" in operation.name
     results = _dependences(operation, inputs, found, is_backward)
-    if operation.type == "AssignVariableOp" or operation.type.startswith("AssignAdd"):
-        _assign(known, operation, found)
+
+    # The handle stands for the value of a variable. What is added to a variable comes after
+    # another step, which is not read here.
+    is_set = operation.type == "AssignVariableOp"
+    is_added = operation.type.startswith("AssignAdd")
+    if (is_set or is_added) and found[1] not in (CONSTANT, ZERO):
+        known[inputs[0].name] = found[1] if is_set else UNKNOWN
+
     for output, result in zip(operation.outputs, results, strict=True):
         is_known = output.name in known  # the loss scale itself
-        if not is_known and result != CONSTANT and _can_depend(output, result):
+        # Indices and shapes do not depend on the scale, and a condition has no power of it.
+        is_condition = output.dtype == tf.bool and isinstance(result, Nonlinear)
+        can_depend = is_condition or _is_term(output)
+        if can_depend and result != CONSTANT and not is_known:
             known[output.name] = result
-
-
-def _can_depend(output: tf.Tensor, result: Dependence) -> bool:
-    """Whether a tensor has the dependence of its operation, and is no index or shape."""
-    return _is_term(output) or (output.dtype == tf.bool and isinstance(result, Nonlinear))
-
-
-def _assign(
-    known: dict[str, Dependence], operation: tf.Operation, found: Sequence[Dependence]
-) -> None:
-    """Records what a variable has after an assignment; the handle stands for it."""
-    value = found[1]
-    if value in (CONSTANT, ZERO):
-        return
-    # What is added to a variable has another step before it, which is not read here.
-    is_set = operation.type == "AssignVariableOp"
-    known[operation.inputs[0].name] = value if is_set else UNKNOWN
 
 
 def _dependences(
@@ -352,9 +344,13 @@ def _of_functions(
             return [found[0]] * len(operation.outputs)
         results = [_of_body(body, found[1:], is_backward) or unknown for body in bodies]
         return [_joined(each) for each in zip(*results, strict=True)]
+
     body = bodies[-1]  # the other one is the condition
-    pairs = zip(inputs, found, strict=True)
-    found = [ZERO if _is_zero_of_loop(*pair) else pair[1] for pair in pairs]
+    started = []
+    for tensor, dependence in zip(inputs, found, strict=True):
+        is_constant = dependence == CONSTANT and tensor.dtype.is_floating
+        started.append(ZERO if is_constant and _is_zero(tensor) else dependence)
+    found = started
     for _ in range(_MOST_PASSES):
         after = _of_body(body, found, is_backward) or unknown
         joined = [_joined(each) for each in zip(found, after, strict=True)]
@@ -362,10 +358,6 @@ def _of_functions(
             return joined
         found = joined
     return unknown
-
-
-def _is_zero_of_loop(tensor: tf.Tensor, dependence: Dependence) -> bool:
-    return dependence == CONSTANT and tensor.dtype.is_floating and _is_zero(tensor)
 
 
 def _joined(found: Iterable[Dependence]) -> Dependence:

@@ -39,8 +39,8 @@ def _of_rows(original: Callable[..., Any]) -> Callable[..., Any]:
 def _has_rows(divisor: Any, rank: int) -> bool:
     """Whether a divisor has a row for each one of the table, which has this rank.
 
-    Not a number or row for all of them. The number of rows of the table is not known here; a
-    divisor that fits has as many or one.
+    A number, or a row for all rows of the table, is not enough. The number of rows of the table is
+    not known here: a divisor of the same rank that can be broadcast has as many rows, or one.
     """
     return (
         tf.is_tensor(divisor) and divisor.shape.rank == rank and divisor.shape[0] not in (None, 1)

@@ -39,7 +39,7 @@ _CALLS = (
 class ResourceVariable(NamedTuple):
     """A variable of TensorFlow, by the handle that a traced function captures.
 
-    And whether the function assigns it.
+    `is_assigned` is whether the function assigns it.
     """
 
     handle: tf.Tensor
@@ -90,7 +90,7 @@ def state_of_trace(
 
     Args:
         known: Keras' variables, which are left out.
-        unless_assigned: Whether those are not left out that the function assigns outside of
+        unless_assigned: Whether to return those of them that the function assigns outside of
             branches.
 
     Returns:
@@ -102,8 +102,11 @@ def state_of_trace(
     graph: Any = tf.compat.v1.get_default_graph()
     values = [variable.value for variable in known]
     known_handles = {id(value.handle) for value in values if hasattr(value, "handle")}
+    operations = graph.get_operations()
+    assigned = {id(each.inputs[0]) for each in operations if each.type.startswith("Assign")}
     variables, reason = [], unrestorable_in(graph)
-    for handle, is_assigned in _captured_by(graph):
+    for handle, inner in graph.captures:
+        is_assigned = id(inner) in assigned
         if id(handle) in known_handles and not (unless_assigned and is_assigned):
             continue
         dtypes = _dtypes_of_handle(handle)
@@ -112,14 +115,6 @@ def state_of_trace(
         elif len(dtypes) == 1:
             variables.append(ResourceVariable(handle, dtypes[0], is_assigned))
     return variables, reason
-
-
-def _captured_by(graph: Any) -> Iterator[tuple[Any, bool]]:
-    """Yields what a graph captures from outside, each with whether it is assigned."""
-    operations = graph.get_operations()
-    assigned = {id(each.inputs[0]) for each in operations if each.type.startswith("Assign")}
-    for outer, inner in graph.captures:
-        yield outer, id(inner) in assigned
 
 
 def _dtypes_of_handle(handle: Any) -> list[tf.DType] | None:
@@ -156,7 +151,7 @@ def unrestorable_in(graph: Any) -> str | None:
 def _with_nested(graph: Any, seen: set[str]) -> Iterator[Any]:
     """Yields a graph, and those of the functions, branches and loops in it.
 
-    And `None` if TensorFlow has no name that leads to these.
+    Yields `None` last if TensorFlow has no name that leads to these.
     """
     yield graph
     for operation in graph.get_operations():

@@ -43,19 +43,17 @@ def check_compilable(function: Any, device: str) -> None:
     arguments = function.inputs[: len(function.inputs) - len(captured)]
     if convert is None or any(map(tf.is_symbolic_tensor, captured)):
         return
-    specs = [tf.TensorSpec(_with_sizes(each.shape), each.dtype) for each in arguments]
+    specs = []
+    for argument in arguments:
+        if argument.shape.rank is None:
+            raise ValueError("the rank of a tensor of the batch is not known")
+        sizes = [_SIZE if size is None else size for size in argument.shape]
+        specs.append(tf.TensorSpec(sizes, argument.dtype))
     try:
         with tf.init_scope(), tf.device(device):
             convert(function, specs)(stage="hlo_serialized")
     except (ValueError, tf.errors.OpError) as error:  # a `ValueError` in TensorFlow 2.21
         raise ValueError(str(error).removeprefix("Failed getting HLO text: ").strip("'")) from error
-
-
-def _with_sizes(shape: tf.TensorShape) -> tf.TensorShape:
-    """Returns a shape with a size for each axis whose size is not known."""
-    if shape.rank is None:
-        raise ValueError("the rank of a tensor of the batch is not known")
-    return tf.TensorShape([_SIZE if size is None else size for size in shape])
 
 
 class _Traces(threading.local):
@@ -155,7 +153,10 @@ def call_if(condition: Any, function: Callable[[], None], compiles: bool = False
             for the host. It may then write no int32 variables, which TensorFlow keeps on the host,
             and none that replicas assign together.
     """
-    if is_tracing() or _in_stateless_scope():
+    # Keras 3.15 has no public name for it. Without the name, a scope may be open.
+    in_stateless_scope = find("keras.src.backend.common.stateless_scope:in_stateless_scope")
+    may_be_stateless = in_stateless_scope is None or in_stateless_scope()
+    if is_tracing() or may_be_stateless:
         function()
     elif compiles and not tf.executing_eagerly():
         tf.function(function, jit_compile=True, autograph=False)()
@@ -163,12 +164,6 @@ def call_if(condition: Any, function: Callable[[], None], compiles: bool = False
         function()
     else:
         ops.cond(condition, outlined(function), lambda: None)
-
-
-def _in_stateless_scope() -> bool:
-    """Whether a `keras.StatelessScope` may be open. Keras 3.15 has no public name for it."""
-    in_stateless_scope = find("keras.src.backend.common.stateless_scope:in_stateless_scope")
-    return in_stateless_scope is None or in_stateless_scope()
 
 
 def outlined(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -141,13 +141,19 @@ class _Trainer:
     def __init__(self, variant: _Variant, mode: str, most_steps: int) -> None:
         self.variant, self.mode, self._function = variant, mode, None
         self._blocks = Blocks(warm_up=1, count=1, steps=1)
-        self.error = self._obstacle()
+        self.error = ""
+        if MODES[mode]:
+            obstacle = jit_obstacle(variant.model)
+            self.error = f"off, {obstacle}" if obstacle else xla_error() or ""
         if self.error:
             return
         try:
             seconds, _ = self.turn()  # the step before it is traced and compiled
         except Exception as error:  # the user's code may raise anything
-            self.error = _reason(error)
+            self.error = f"{type(error).__name__}: {user_messages.one_line(error)}"
+            unsupported = _UNSUPPORTED.search(str(error))  # an operation that XLA lacks
+            if unsupported:
+                self.error = f"it does not support {unsupported[1]}"
             return
         steps = min(max(int(_TURN / seconds), 1), most_steps)
         self._blocks = Blocks(warm_up=int(seconds < _TURN), count=1, steps=steps)
@@ -166,23 +172,9 @@ class _Trainer:
         memory = None if before is None else times.peak_memory - before + own
         return times.seconds[0], memory
 
-    def _obstacle(self) -> str:
-        if not MODES[self.mode]:
-            return ""
-        obstacle = jit_obstacle(self.variant.model)
-        return f"off, {obstacle}" if obstacle else xla_error() or ""
-
 
 def _size(variable: Any) -> int:
     return math.prod(variable.shape) * tf.as_dtype(variable.dtype).size
-
-
-def _reason(error: Exception) -> str:
-    """Returns an error of the user's program in one line; of XLA, the operation that it lacks."""
-    unsupported = _UNSUPPORTED.search(str(error))
-    if unsupported:
-        return f"it does not support {unsupported[1]}"
-    return f"{type(error).__name__}: {user_messages.one_line(error)}"
 
 
 def _variant(build: Callable[[str], tuple[keras.Model, Any]], policy: str) -> _Variant:
@@ -220,9 +212,11 @@ def _measured(variants: Sequence[_Variant], most_steps: int, rounds: int) -> Ste
     steps = _steps(trainers, alternate(trained, rounds))
     matrices, unaligned = _dimensions(variants[1].model)
     has_data = isinstance(batch, tf.data.Dataset)
+    specs = keras.tree.flatten(variants[0].data.element_spec)
+    tensors = [f"{' x '.join(map(str, each.shape))} {each.dtype.name}" for each in specs]
     return StepComparison(
         model=model.name,
-        batch=_described(variants[0].data.element_spec),
+        batch=", ".join(tensors),
         steps=steps,
         device=device,
         xla_off=_why_without_xla(model, compiled_as, steps),
@@ -299,11 +293,6 @@ def _why_without_xla(model: keras.Model, compiled_as: _CompiledAs, steps: Sequen
         return errors[0]
     # Without a GPU, "auto" becomes False too.
     return "it is compiled with jit_compile=False" if gpus() and not compiled_as.jit_compile else ""
-
-
-def _described(spec: Any) -> str:
-    specs = keras.tree.flatten(spec)
-    return ", ".join(f"{' x '.join(map(str, each.shape))} {each.dtype.name}" for each in specs)
 
 
 def _seconds_per_batch(data: tf.data.Dataset) -> float | None:

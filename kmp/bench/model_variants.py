@@ -136,9 +136,9 @@ def _float32_layers(model: keras.Model) -> dict[str, str]:
 
 
 def made_batch(model: keras.Model, batch_size: int | None = None) -> tuple[Batch, str]:
-    """Returns a batch of random numbers for a model, by its inputs, outputs and loss.
+    """Returns a batch of random numbers for a model, and a sentence about it.
 
-    And a sentence about it.
+    Its shapes are those of the model's inputs and of the targets of its loss.
 
     Raises:
         ValueError: If a shape is not known, or an input has strings.

@@ -1,6 +1,6 @@
 """The demo's experiment: one network on real data, trained in three ways.
 
-In float32, in float16 with Keras alone, and in float16 with kmp. The network classifies
+They are float32, float16 with Keras alone, and float16 with kmp. The network classifies
 scikit-learn's digits. A constant of its attention is infinite in float16, and its loss is NaN.
 """
 

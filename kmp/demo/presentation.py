@@ -38,7 +38,9 @@ def run(
     if any(out.iterdir()):
         message = "the folder is not empty. Name a new or an empty one: --out FOLDER"
         raise FileExistsError(errno.EEXIST, message, str(out))
-    length = _length(steps)
+    # Epochs of equal length, as many as divide the steps.
+    epochs = max(number for number in range(1, _MOST_EPOCHS + 1) if steps % number == 0)
+    length = Length(epochs, steps // epochs)
     results: Results = {variant: [] for variant in experiment.variants(policy)}
     with Progress(console=console) as progress:
         task = progress.add_task("", total=len(results) * len(seeds) * steps)
@@ -66,12 +68,6 @@ def run(
     for line in _write_files(results, recorded, length, out):
         console.print(line, markup=False, highlight=False, soft_wrap=True)
     return results
-
-
-def _length(steps: int) -> Length:
-    """Returns the length of a training in epochs of equal length, as many as divide the steps."""
-    epochs = max(number for number in range(1, _MOST_EPOCHS + 1) if steps % number == 0)
-    return Length(epochs, steps // epochs)
 
 
 def table(results: Results, steps: int) -> Table:

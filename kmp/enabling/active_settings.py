@@ -33,9 +33,9 @@ rewrite_dtypes: dict[
 
 
 def current_settings() -> ActiveSettings | None:
-    """Returns those of the thread's own last call, if any.
+    """Returns the settings of the thread's own last call of `enable`.
 
-    Without any, those of the last call in another thread, if any.
+    If it made none, returns those of the last call in another thread; `None` if there is none.
     """
     own = [settings for settings in active if settings.thread is threading.current_thread()]
     return next(reversed(own or active), None)

@@ -81,7 +81,7 @@ def convert_input_patch(original: Callable[..., Any]) -> Callable[..., Any]:
 def functional_inputs_patch(original: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
     """Patches the cast of a functional model's arguments to the dtypes of its `Input`s.
 
-    That of a Sequential without an `Input` may be float16.
+    The dtype of a Sequential without an `Input` may be float16.
     """
 
     @functools.wraps(original)
@@ -136,14 +136,11 @@ def _look_up(layer: keras.Layer, inputs: Any, *args: Any, **kwargs: Any) -> Any:
     if exact is not None:
         return call(exact, *args, **kwargs)
     # A symbolic call has no values: Keras calls the layer again, with tensors that may be exact.
-    if inputs.dtype.name in DTYPES_16_BIT and not keras_internals.is_symbolic():
-        _warn_if_rounded(layer, inputs.dtype.name)
+    dtype = inputs.dtype.name
+    if dtype in DTYPES_16_BIT and not keras_internals.is_symbolic():
+        rows = rows_of(layer)
+        if rounds_indices(rows, dtype):
+            text = f" for {rows} rows" if rows < math.inf else ""
+            limit = FORMATS_16_BIT[dtype].max_exact_integer
+            misuse_warnings.warn_once(layer, _ROUNDED.format(rows=text, dtype=dtype, limit=limit))
     return call(inputs, *args, **kwargs)
-
-
-def _warn_if_rounded(layer: keras.Layer, dtype: str) -> None:
-    rows = rows_of(layer)
-    if rounds_indices(rows, dtype):
-        text = f" for {rows} rows" if rows < math.inf else ""
-        limit = FORMATS_16_BIT[dtype].max_exact_integer
-        misuse_warnings.warn_once(layer, _ROUNDED.format(rows=text, dtype=dtype, limit=limit))

@@ -25,7 +25,7 @@ _logged: set[str] = set()  # the dtypes of which a message was logged
 class Gpu:
     """A GPU that TensorFlow detects.
 
-    With its compute capability's major and minor version, if that is reported.
+    `compute_capability` is the major and minor version, or `None` if TensorFlow reports none.
     """
 
     name: str
@@ -87,8 +87,8 @@ def best_policy(devices: Sequence[Gpu]) -> tuple[str, str]:
 def resolve(policy: str) -> str:
     """Returns the policy for an argument of `enable`.
 
-    Logs what `"auto"` chose; else, once for each dtype, what it would choose. That is shown by
-    default, unless the policy is fast too.
+    Logs what `"auto"` chose. For another policy, logs once for each dtype what `"auto"` would
+    choose: as a warning, or as information if the policy is fast too.
     """
     best, reason = best_policy(gpus())
     if policy == "auto":

@@ -8,7 +8,7 @@ import contextlib
 import functools
 import inspect
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextvars import ContextVar
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
@@ -73,7 +73,11 @@ def compile_patch(original: Callable[..., None]) -> Callable[..., None]:
 
     @functools.wraps(original)
     def compile(self: keras.Model, *args: Any, **kwargs: Any) -> None:
-        arguments = _named_arguments(args, kwargs)
+        arguments = dict(zip(_COMPILE_ARGUMENTS[: len(args)], args, strict=True))
+        twice = arguments.keys() & kwargs.keys()
+        if twice:
+            raise TypeError(f"compile() got multiple values for argument {min(twice)!r}")
+        arguments.update(kwargs)
         is_wrapped = isinstance(arguments.get("optimizer"), LossScaleOptimizer)
         if not (active or rewrite_dtypes or is_wrapped):
             original(self, *args, **kwargs)
@@ -113,19 +117,6 @@ def _compile(model: keras.Model, original: Callable[..., None], arguments: dict[
     jit_support.note_requested(model, jit_compile)
     if active or rewrite_dtypes:
         _note_compiled(model)
-
-
-def _named_arguments(args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Returns the arguments of `compile` by their names.
-
-    Raises:
-        TypeError: If one is given twice.
-    """
-    named = dict(zip(_COMPILE_ARGUMENTS[: len(args)], args, strict=True))
-    twice = named.keys() & kwargs.keys()
-    if twice:
-        raise TypeError(f"compile() got multiple values for argument {min(twice)!r}")
-    return named | kwargs
 
 
 # Whether the optimizers that code assigns to attributes of models are wrapped.
@@ -292,9 +283,9 @@ def make_train_function_patch(original: Callable[..., None]) -> Callable[..., No
 
 
 def make_test_function_patch(original: Callable[..., None]) -> Callable[..., None]:
-    """Patches `make_test_function` to know models that were loaded without `enable`.
+    """Patches `make_test_function` to trace the step with the parts that XLA compiles.
 
-    And to trace the step with the parts that XLA compiles.
+    It also makes models known that were loaded without `enable`.
     """
 
     @functools.wraps(original)
@@ -322,7 +313,8 @@ def make_predict_function_patch(original: Callable[..., None]) -> Callable[..., 
 def _mark_step(model: keras.Model, name: str) -> None:
     """Makes a model's `test_step` or `predict_step` one whose parts are compiled.
 
-    On the model itself, as each replica calls it in a thread of its own. No export calls it.
+    The method is set on the model itself, because each replica calls it in a thread of its own. No
+    export calls it.
     """
     own_step = vars(model).get(name)
     if hasattr(own_step, "is_marked"):
@@ -342,7 +334,7 @@ def _mark_step(model: keras.Model, name: str) -> None:
 def _prepared(model: keras.Model, train_function: Callable[[Any], Any]) -> Callable[[Any], Any]:
     """Returns the train function with what has to happen before its first call.
 
-    Or as soon as the model is built, if that is later.
+    The warnings come as soon as the model is built, if that is later.
     """
     is_first = True
     is_unchecked = is_float16_enabled() and _policy_at_compile.get(model) in (
@@ -456,7 +448,7 @@ def _adding_first(callbacks: Any) -> Any:
 def layer_init_patch(original: Callable[..., None]) -> Callable[..., None]:
     """Patches `__init__` of layers, for those that need another policy or `call` in 16 bits.
 
-    Those of a file that have a policy of kmp get back what they had when they were saved.
+    Layers that are loaded with a policy of kmp get back what they had when they were saved.
     """
 
     @functools.wraps(original)

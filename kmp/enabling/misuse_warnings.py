@@ -10,14 +10,13 @@ from kmp.backend.keras_internals import compute_dtypes, output_layers
 from kmp.enabling.active_settings import current_settings
 from kmp.guarding.guarded_step import guarded_step_of, has_keras_step
 from kmp.guarding.model_optimizers import all_optimizers_of
-from kmp.layers.float32_rules import SIGMOID, SOFTMAX, Float32Rule, Moment, float32_rule
+from kmp.layers.float32_rules import SIGMOID, SOFTMAX, Moment, float32_rule
 from kmp.optimizer import LossScaleOptimizer
 from kmp.utils import user_messages
 from kmp.utils.float_formats import FLOAT16, FLOAT32
 
-issued_messages: set[str] = (
-    set()
-)  # by message rather than by model: a model that is loaded again does not warn again
+# By message rather than by model: a model that is loaded again does not warn again.
+issued_messages: set[str] = set()
 
 
 def warn_once(layer: keras.Layer, mistake: str) -> None:
@@ -69,17 +68,14 @@ def _activations_in_float16(
             yield from _activations_in_float16(child, is_cross_entropy)
             continue
         is_harmful = rule is SOFTMAX or is_cross_entropy
-        if is_harmful and child.compute_dtype == FLOAT16.name:
-            function = "softmax" if rule is SOFTMAX else "sigmoid"
-            yield f"the {function} of output layer {child.name!r}", _remedy(child, rule)
-
-
-def _remedy(layer: keras.Layer, rule: Float32Rule) -> str:
-    """Returns what to write in place of an output layer."""
-    is_only_activation = isinstance(layer, keras.layers.Softmax | keras.layers.Activation)
-    if rule is SOFTMAX and is_only_activation:
-        return "kmp.layers.Softmax()"
-    return f"{type(layer).__name__}(..., dtype='float32')"
+        if not is_harmful or child.compute_dtype != FLOAT16.name:
+            continue
+        function = "softmax" if rule is SOFTMAX else "sigmoid"
+        remedy = f"{type(child).__name__}(..., dtype='float32')"
+        is_only_activation = isinstance(child, keras.layers.Softmax | keras.layers.Activation)
+        if rule is SOFTMAX and is_only_activation:
+            remedy = "kmp.layers.Softmax()"
+        yield f"the {function} of output layer {child.name!r}", remedy
 
 
 _NOT_FLOAT16 = (
@@ -138,7 +134,7 @@ def _unscaled(
     unscaled = [each for each in optimizers if not isinstance(each, LossScaleOptimizer)]
     if len(unscaled) == len(optimizers):
         return unscaled
-    # Beside one that scales. A step of Keras uses that of the model alone.
+    # Another optimizer scales the loss. A step of Keras uses only that of the model.
     if has_keras_step(model):
         return []
     return [each for each in unscaled if each is not model.optimizer]

@@ -67,43 +67,37 @@ def wrap_for_compile(
 ) -> keras.optimizers.Optimizer | None:
     """Returns the optimizer that replaces the `optimizer` argument of `compile`.
 
-    `None` if it is `None`.
+    Returns `None` if that is `None`.
     """
     optimizer = keras.optimizers.get(identifier)
     if optimizer is None:
         return None
+
     if isinstance(optimizer, LossScaleOptimizer):
-        if not _needs_another_wrapper(optimizer, computes_in_float16):
+        # One that was built without a loss scale, which the model needs now, is wrapped again.
+        has_none_unasked = optimizer.follows_model and not optimizer.rule.scales_loss
+        if not (computes_in_float16 and optimizer.built and has_none_unasked):
             follow_model(optimizer, computes_in_float16)
             return optimizer
         optimizer = optimizer.inner_optimizer
+
     if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
         if optimizer.built:
             return optimizer
-        # Keras' own, not yet built, for example while `load_model` compiles a model.
-        settings = _settings_of(optimizer)
+        # Keras' own, not yet built, for example while `load_model` compiles a model. Its settings
+        # are kept where they are not the defaults.
+        settings: LossScaleSettings = {}
+        if optimizer.initial_scale != DynamicScale.initial_scale:
+            settings["initial_scale"] = optimizer.initial_scale
+        if optimizer.dynamic_growth_steps != DynamicScale.growth_interval:
+            settings["growth_interval"] = optimizer.dynamic_growth_steps
         optimizer = optimizer.inner_optimizer
         if settings:
             return wrap(optimizer, **settings)
+
     wrapped = _wrapped(optimizer, _settings_for(optimizer, computes_in_float16))
     wrapped.settings_call = "kmp.enable" if current_settings() else "kmp.wrap"
     return wrapped
-
-
-def _settings_of(optimizer: keras.optimizers.LossScaleOptimizer) -> LossScaleSettings:
-    """Returns the settings of an optimizer of Keras' class that are not the defaults."""
-    settings: LossScaleSettings = {}
-    if optimizer.initial_scale != DynamicScale.initial_scale:
-        settings["initial_scale"] = optimizer.initial_scale
-    if optimizer.dynamic_growth_steps != DynamicScale.growth_interval:
-        settings["growth_interval"] = optimizer.dynamic_growth_steps
-    return settings
-
-
-def _needs_another_wrapper(optimizer: LossScaleOptimizer, computes_in_float16: bool) -> bool:
-    """Whether an optimizer has trained without a loss scale, which the model needs now."""
-    has_none_unasked = optimizer.follows_model and not optimizer.rule.scales_loss
-    return computes_in_float16 and optimizer.built and has_none_unasked
 
 
 def follow_model(optimizer: LossScaleOptimizer, computes_in_float16: bool) -> None:

@@ -69,8 +69,8 @@ class GradientSampler:
     def start(self, owner: Any, every_n_steps: int, first: int = 0) -> bool:
         """Samples each step divisible by `every_n_steps`, until `stop`.
 
-        Also the step `first`, if it is not 0. A second call for the same owner, which must support
-        weak references, replaces its interval.
+        The step `first` is sampled too, if it is not 0. A second call for the same owner, which
+        must support weak references, replaces its interval.
 
         Returns:
             Whether functions traced before must be traced again, because they cannot sample. In
@@ -115,7 +115,17 @@ class GradientSampler:
         is_due = self._clock.is_due(step, values_of(present))
 
         def record() -> None:
-            self._record(gradients, scale(), step(), unscaled)
+            loss_scale, number = scale(), step()
+            if not self._indices:
+                return
+            sampled = [gradients[index] for index in self._indices]
+            if unscaled:
+                sampled = multiply_gradients(sampled, loss_scale)
+            statistics = gradient_statistics(sampled)
+            about = tf.stack([tf.cast(number, tf.float64), tf.cast(loss_scale, tf.float64)])
+            columns = statistics.amax[:, None], statistics.square_sum[:, None], statistics.counts
+            of_variables = tf.concat([tf.cast(each, tf.float64) for each in columns], axis=1)
+            self._storage.assign(tf.concat([about, tf.reshape(of_variables, [-1])], axis=0))
 
         ops.cond(is_due, outlined(record), lambda: None)
 
@@ -160,18 +170,6 @@ class GradientSampler:
         # sample more often.
         intervals = [each for each in self._intervals.values() if each < NEVER]
         return math.gcd(*intervals) or NEVER
-
-    def _record(self, gradients: Gradients, scale: Any, step: Any, is_unscaled: bool) -> None:
-        if not self._indices:
-            return
-        sampled = [gradients[index] for index in self._indices]
-        if is_unscaled:
-            sampled = multiply_gradients(sampled, scale)
-        statistics = gradient_statistics(sampled)
-        about = tf.stack([tf.cast(step, tf.float64), tf.cast(scale, tf.float64)])
-        columns = statistics.amax[:, None], statistics.square_sum[:, None], statistics.counts
-        of_variables = tf.concat([tf.cast(each, tf.float64) for each in columns], axis=1)
-        self._storage.assign(tf.concat([about, tf.reshape(of_variables, [-1])], axis=0))
 
 
 def copies_of(variables: Mapping[str, Any]) -> dict[str, tf.Tensor]:

@@ -33,9 +33,9 @@ class SamplingClock:
         self._host_steps: list[keras.Variable] = []
 
     def set(self, interval: int, step: int) -> None:
-        """Makes each step that `interval` divides due, from the next one on.
+        """Makes each step that `interval` divides due, starting with the next one.
 
-        Also the given `step`, if it is not 0.
+        The given `step` is due too, if it is not 0.
         """
         # The variables of a strategy are on the devices of replicas.
         if self._on_host is None and not tf.distribute.has_strategy():

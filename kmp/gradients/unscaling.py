@@ -66,21 +66,23 @@ def with_padded_rows(gradient: Any) -> Any:
 
 
 def multiply_gradients(gradients: Gradients, factor: Any) -> list[Any]:
-    """Returns gradients times a loss scale or its reciprocal, in float32.
+    """Returns gradients times a loss scale or its reciprocal.
 
-    Those of float64 gradients are in float64.
+    They are in float64 for float64 gradients, else in float32.
     """
-    return [None if each is None else _multiply(each, factor) for each in gradients]
-
-
-def _multiply(gradient: Any, factor: Any) -> Any:
-    values = values_of(gradient)
-    dtype = tf.float64 if values.dtype == tf.float64 else tf.float32
-    # `tf.multiply` adds Python overhead that would dominate the tracing time of a large model.
-    product = tf.raw_ops.Mul(x=tf.cast(values, dtype), y=tf.cast(factor, dtype))
-    if isinstance(gradient, tf.IndexedSlices):
-        return tf.IndexedSlices(product, gradient.indices, gradient.dense_shape)
-    return product
+    products: list[Any] = []
+    for gradient in gradients:
+        if gradient is None:
+            products.append(None)
+            continue
+        values = values_of(gradient)
+        dtype = tf.float64 if values.dtype == tf.float64 else tf.float32
+        # `tf.multiply` adds Python overhead that would dominate the tracing time of a large model.
+        product = tf.raw_ops.Mul(x=tf.cast(values, dtype), y=tf.cast(factor, dtype))
+        if isinstance(gradient, tf.IndexedSlices):
+            product = tf.IndexedSlices(product, gradient.indices, gradient.dense_shape)
+        products.append(product)
+    return products
 
 
 def unscale_for_update(gradients: Gradients, variables: Variables, divisor: Any) -> list[Any]:
@@ -127,22 +129,28 @@ def nonfinite_flags(
     single: list[int] = []
     for index, (gradient, variable) in enumerate(zip(gradients, variables, strict=True)):
         (joint if _is_checked_in_float32(gradient, variable) else single).append(index)
+
+    # Each in the dtype of its variable.
     alone = [gradients[index] for index in single]
     of_alone = [variables[index] for index in single]
-    unscaled = unscale_for_update(alone, of_alone, divisor)
-    flags = [_single_flag(gradient, replicas) for gradient in unscaled]
+    flags = []
+    for gradient in unscale_for_update(alone, of_alone, divisor):
+        if gradient is None:
+            flags.append(tf.zeros([1]))
+        else:
+            flag = nonfinite_flag(values_of(gradient) * replicas)
+            flags.append(tf.reshape(flag, [1]))
+
+    # Together in float32.
     if joint:
         tensors = [values_of(gradients[index]) for index in joint]
-        flags.append(_joint_flags(tensors, divisor, replicas))
+        factor = replicas if divisor is None else replicas / divisor
+        branches_wait = xla.is_tracing() and xla.has_gpu()
+        check = _flags_by_counts if branches_wait else _flags_after_one_sum
+        flags.append(check(tensors, factor))
+
     joined = tf.concat(flags, 0)
     return tf.gather(joined, np.argsort(single + joint)) if single else joined
-
-
-def _single_flag(gradient: Any, replicas: int) -> tf.Tensor:
-    """Returns the flag of an unscaled gradient, of shape `(1,)`."""
-    if gradient is None:
-        return tf.zeros([1])
-    return tf.reshape(nonfinite_flag(values_of(gradient) * replicas), [1])
 
 
 def _is_checked_in_float32(gradient: Any, variable: Any) -> bool:
@@ -151,14 +159,6 @@ def _is_checked_in_float32(gradient: Any, variable: Any) -> bool:
         return False
     values = values_of(gradient)
     return values.dtype.size <= tf.float32.size and values.shape.num_elements() is not None
-
-
-def _joint_flags(tensors: Gradients, divisor: Any, replicas: int) -> tf.Tensor:
-    """Returns the flags of gradients that are checked in float32."""
-    factor = replicas if divisor is None else replicas / divisor
-    branches_wait = xla.is_tracing() and xla.has_gpu()
-    check = _flags_by_counts if branches_wait else _flags_after_one_sum
-    return check(tensors, factor)
 
 
 def _flags_by_counts(tensors: Gradients, factor: Any) -> tf.Tensor:

@@ -1,6 +1,6 @@
 """Layers, functions and operations that compute in float32 under every policy.
 
-Also after saving and loading.
+They do so after saving and loading too.
 """
 
 import contextlib

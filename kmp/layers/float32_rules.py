@@ -162,9 +162,9 @@ def _has_activity_regularizer(layer: keras.Layer, policy: keras.DTypePolicy) -> 
 
 
 def _adds_loss_itself(layer: keras.Layer, policy: keras.DTypePolicy) -> bool:
-    """Whether the code of `call` adds a loss.
+    """Whether the code of `call` adds a loss, and the layer has no layers in it.
 
-    Not for a block of layers, whose code may compute much else.
+    The code of a block of layers may compute much else.
     """
     code = getattr(inspect.unwrap(type(layer).call), "__code__", None)
     return "add_loss" in getattr(code, "co_names", ()) and not any(direct_sublayers(layer))
@@ -366,7 +366,13 @@ def float32_rule(
         policy: A policy that computes in 16 bits.
         moment: When this is asked.
     """
-    classes = set(_class_names(layer))
+    # The names of the layer's class and of its base classes, as the table has them.
+    classes = set()
+    for base in type(layer).__mro__:
+        package, *folders = str(getattr(base, "__module__", "")).split(".")
+        classes.add(f"{package}.{base.__name__}")
+        if len(folders) > 1:
+            classes.add(f"{package}.{folders[-2]}.{base.__name__}")
     activations = set(_activation_names(layer, moment))
     for rule in RULES:
         is_candidate = moment in rule.moments and rule.reason(policy.compute_dtype)
@@ -385,15 +391,6 @@ def reason_for_float32(layer: keras.Layer, dtype: str = FLOAT16.name) -> str | N
     policy = keras.DTypePolicy(dtype if has_weights_in_16_bits else f"mixed_{dtype}")
     rule = float32_rule(layer, policy, Moment.CREATION)
     return rule.reason(dtype) if rule else None
-
-
-def _class_names(layer: keras.Layer) -> Iterator[str]:
-    """Yields the names of a layer's class and its base classes, as the table has them."""
-    for base in type(layer).__mro__:
-        package, *folders = str(getattr(base, "__module__", "")).split(".")
-        yield f"{package}.{base.__name__}"
-        if len(folders) > 1:
-            yield f"{package}.{folders[-2]}.{base.__name__}"
 
 
 def _activation_names(layer: keras.Layer, moment: Moment) -> Iterator[str]:

@@ -135,7 +135,7 @@ def rms_normalization(layer: keras.layers.RMSNormalization, x: Any) -> Any:
 def group_normalization(layer: keras.layers.GroupNormalization, inputs: Any) -> Any:
     """Computes what `keras.layers.GroupNormalization.call` does.
 
-    For channels in the last axis or in axis 1.
+    XLA compiles it for channels in the last axis or in axis 1. Keras computes all others.
     """
     rank = len(inputs.shape)
     is_last, is_first = layer.axis in (-1, rank - 1), layer.axis in (1, 1 - rank)
@@ -224,7 +224,7 @@ def _by_place(inputs: tf.Tensor, is_last: bool) -> list[Any]:
 def _trailing_size(inputs: Any, axis: int | list[int]) -> int | None:
     """Returns the number of elements in these axes.
 
-    `None` unless they are the last ones and of known size.
+    Returns `None` if they are not the last ones, or if a size is not known.
     """
     rank = len(inputs.shape)
     axes = sorted(each % rank for each in ([axis] if isinstance(axis, int) else axis))

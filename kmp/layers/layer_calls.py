@@ -77,7 +77,7 @@ def layer_call_patch(original: Callable[..., Any]) -> Callable[..., Any]:
 def build_in_own_dtype(layer: keras.Layer) -> None:
     """Makes `build` of a layer create float32 where the layer is float32, whoever calls it.
 
-    A layer with a `build` of the user's own. Sets `build` of this layer only, as Keras does.
+    Only a `build` of the user's own is replaced, and on this layer only, as Keras does.
     """
     if is_keras_class(defining_class(type(layer), "build")):
         return

@@ -55,9 +55,9 @@ class CountsByVariable(NamedTuple):
 class NamedState(keras.Layer):
     """State that is saved by name, and loaded as far as a file has it.
 
-    Files of Keras' own class have none. A layer, because that is Keras' public container of saved
-    state. As a child of the optimizer it is saved separately, so the optimizer's list of variables
-    stays the same as that of Keras' own class.
+    Files of Keras' own class have none. It is a layer, because that is Keras' public container of
+    saved state. As a child of the optimizer it is saved separately, so the optimizer's list of
+    variables stays the same as that of Keras' own class.
     """
 
     def named_variables(self) -> dict[str, keras.Variable]:
@@ -153,7 +153,8 @@ class Counters(NamedState):
             scale: Scalar float32, the loss scale of the step.
             scales_loss: Whether the rule scales the loss.
         """
-        counts = _after_applied_step(self.counts.value)
+        # After an applied step.
+        counts = self.counts.value * (1 - _mask(*_IN_A_ROW)) + _mask("step")
         if overflowed is not False:
             had_rows = ops.cast(losses.had_rows, "int64")
             is_origin, nearest = _is_origin(ops.logical_and(flags, losses.were_finite), order)
@@ -198,10 +199,6 @@ class Counters(NamedState):
         return self.add_weight(shape=shape, dtype=dtype, initializer="zeros", name=name, **options)
 
 
-def _after_applied_step(counts: tf.Tensor) -> tf.Tensor:
-    return counts * (1 - _mask(*_IN_A_ROW)) + _mask("step")
-
-
 def _after_skipped_step(
     counts: tf.Tensor,
     before: Counts,
@@ -213,8 +210,8 @@ def _after_skipped_step(
 ) -> tf.Tensor:
     """Returns the counts after a step that was skipped.
 
-    From masks, because XLA on a CPU computes a stack of more than eight numbers in a kernel for
-    each of them.
+    They are computed with masks, because XLA on a CPU computes a stack of more than eight numbers
+    in a kernel for each of them.
 
     Args:
         counts: The counts before it, together.
@@ -251,11 +248,15 @@ def _mask(*names: str) -> np.ndarray:
 
 
 def _is_origin(flags: tf.Tensor, order: Sequence[int]) -> tuple[tf.Tensor, tf.Tensor]:
-    """Returns int64 of shape `(variables,)`: 1 for the origin of an overflow, else 0.
+    """Returns which variable is the origin of an overflow.
 
-    And its position in `order`, from 1; 0 if there is none. The backward pass spreads an overflow
-    to every variable before its origin, so the origin is the flagged variable that is nearest to
-    the loss. After a non-finite loss, which flags all, there is none: the `flags` are false then.
+    The backward pass spreads an overflow to every variable before its origin, so the origin is the
+    flagged variable that is nearest to the loss. After a non-finite loss, which flags all, there is
+    none: the `flags` are false then.
+
+    Returns:
+        int64 of shape `(variables,)`: 1 for the origin, else 0; and the position of the origin in
+        `order`, from 1, or 0 if there is none.
     """
     ranks = np.argsort(order) + 1
     flagged = ops.cast(flags, "int64") * ranks
@@ -276,7 +277,10 @@ def network_order(gradients: Gradients) -> list[int]:
     its use farthest from the loss. Gradients with paths of equal length, and gradients without a
     path (`None`, computed eagerly or outside this graph), keep the order of the list.
     """
-    operations = [_operation_of(gradient) for gradient in gradients]
+    operations: list[tf.Operation | None] = []
+    for gradient in gradients:
+        values: Any = None if gradient is None else values_of(gradient)
+        operations.append(values.op if tf.is_symbolic_tensor(values) else None)
     graph = next((op.graph for op in operations if op is not None), None)
     # The length of the longest path to each operation.
     longest: dict[tf.Operation | None, int] = {None: 0}
@@ -286,11 +290,3 @@ def network_order(gradients: Gradients) -> list[int]:
         longest[operation] = 1 + max(to_inputs, default=0)
     lengths = [longest.get(operation, 0) for operation in operations]
     return sorted(range(len(gradients)), key=lambda index: -lengths[index])
-
-
-def _operation_of(gradient: Any) -> tf.Operation | None:
-    """Returns the operation that computes a gradient in a graph."""
-    if gradient is None:
-        return None
-    values = values_of(gradient)
-    return values.op if tf.is_symbolic_tensor(values) else None

@@ -1,7 +1,5 @@
 """Checks of the gradients that are passed to `apply`."""
 
-from typing import Any
-
 import numpy as np
 import tensorflow as tf
 
@@ -35,20 +33,17 @@ def check_shapes(gradients: Gradients, variables: Variables) -> None:
             f"Received: {len(gradients)} gradients, {len(variables)} variables"
         )
     for gradient, variable in zip(gradients, variables, strict=True):
-        if gradient is not None:
-            _check_shape(gradient, variable)
-
-
-def _check_shape(gradient: Any, variable: Any) -> None:
-    expected = tf.TensorShape(variable.shape)
-    if isinstance(gradient, tf.IndexedSlices):
-        of_rows = "rows of "
-        received = tf.TensorShape([None, *gradient.values.shape[1:]])
-    else:
+        if gradient is None:
+            continue
         of_rows = ""
-        received = tf.TensorShape(np.shape(gradient))
-    if not expected.is_compatible_with(received):
-        raise ValueError(
-            f"The gradient of {getattr(variable, 'path', variable.name)!r} must have the"
-            f" variable's shape {tuple(expected)}. Received: {of_rows}shape {received}"
-        )
+        if isinstance(gradient, tf.IndexedSlices):
+            of_rows = "rows of "
+            received = tf.TensorShape([None, *gradient.values.shape[1:]])
+        else:
+            received = tf.TensorShape(np.shape(gradient))
+        expected = tf.TensorShape(variable.shape)
+        if not expected.is_compatible_with(received):
+            raise ValueError(
+                f"The gradient of {getattr(variable, 'path', variable.name)!r} must have the"
+                f" variable's shape {tuple(expected)}. Received: {of_rows}shape {received}"
+            )

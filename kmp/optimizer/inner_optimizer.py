@@ -1,6 +1,7 @@
 """The optimizer that loss scaling wraps.
 
-Which are accepted, how XLA skips a step, and what Keras does not save.
+This module has which optimizers are accepted, how XLA skips a step, and the state that Keras does
+not save.
 """
 
 import contextlib

@@ -334,7 +334,13 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         grads = list(grads)
         distribution.check_context("apply", self.built or not grads)
         variables = self._variables_for(grads, trainable_variables)
-        unscaled = self._are_unscaled(grads, unscaled)
+        if unscaled is None:  # what the order of the calls says
+            self.step_monitor.follow_functions()
+            stage = self.step_monitor.stage
+            stage.check_apply(sum(gradient is not None for gradient in grads))
+            unscaled = stage.is_unscaled
+        else:
+            unscaled = validation.boolean("unscaled", unscaled)
         if step := recorded_graph():
             step.add_gradients(AppliedGradients(self, grads, list(variables), unscaled))
             if step.only_gradients:
@@ -352,28 +358,16 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         indices = tuple(map(self._get_variable_index, variables))
         if not is_traced_twice:
             self.step_monitor.end_apply(unscaled)
-        self._order = self._order_of(grads, indices, unscaled)
-        arguments = StepArguments(indices, self._order, unscaled, self._update_method)
-        self._take_step(arguments, grads)
 
-    def _are_unscaled(self, grads: Gradients, unscaled: bool | None) -> bool:
-        """Returns the argument `unscaled` of `apply`, or what the order of the calls says."""
-        if unscaled is not None:
-            return validation.boolean("unscaled", unscaled)
-        self.step_monitor.follow_functions()
-        stage = self.step_monitor.stage
-        stage.check_apply(sum(gradient is not None for gradient in grads))
-        return stage.is_unscaled
-
-    def _order_of(
-        self, grads: Gradients, indices: tuple[int, ...], unscaled: bool
-    ) -> tuple[int, ...]:
-        """Returns the indices of all variables, from the input to the loss."""
+        # All variables, from the input to the loss.
         positions = self._unscaled_order
         if not unscaled or len(positions) != len(grads):
             positions = network_order(grads)
         given = [indices[position] for position in positions]
-        return tuple(dict.fromkeys([*given, *range(len(self._trainable_variables))]))
+        every = range(len(self._trainable_variables))
+        self._order = tuple(dict.fromkeys([*given, *every]))
+        arguments = StepArguments(indices, self._order, unscaled, self._update_method)
+        self._take_step(arguments, grads)
 
     def _take_step(
         self, arguments: StepArguments, grads: Gradients, follows_compiled: bool = False
@@ -477,9 +471,13 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
             A `kmp.records.Snapshot`. Before the first step it has the initial scale and zeros.
         """
         counts = self.counters.read_counts()
-        by_variable = self.counters.read_by_variable(self.paths)
+        paths = self.paths
+        by_variable = self.counters.read_by_variable(paths)
         last_loss, highest_loss = self.counters.read_losses()
         has_loss = self.step_monitor.loss_dtype is not None and counts.step > 0
+        # Numbers start with 1; 0 is no variable.
+        number = counts.origin_number
+        origin = paths[number - 1] if 0 < number <= len(paths) else None
         return Snapshot(
             step=counts.step,
             loss_scale=float(self._bounded_scale()),
@@ -489,7 +487,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
             nonfinite_loss_count=counts.nonfinite_loss_count,
             nonfinite_losses_in_a_row=counts.nonfinite_losses_in_a_row,
             overflows_at_min_scale=counts.overflows_at_min_scale,
-            overflow_origin=self._path_of(counts.origin_number),
+            overflow_origin=origin,
             last_loss=last_loss if has_loss else None,
             highest_loss=highest_loss if has_loss else None,
             overflows_by_variable=by_variable.overflows,
@@ -497,11 +495,6 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
             loss_dtype=self.step_monitor.loss_dtype,
             sample=self.sampler.read(self._order, counts.step),
         )
-
-    def _path_of(self, number: int) -> str | None:
-        """Returns the path of the variable with a number from 1; `None` if there is none."""
-        paths = self.paths
-        return paths[number - 1] if 0 < number <= len(paths) else None
 
     @property
     def paths(self) -> list[str]:
@@ -514,7 +507,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
     def variables_by_path(self) -> dict[str, Any]:
         """Returns the trainable variables by path, from the input to the loss.
 
-        None before the optimizer is built.
+        The dictionary is empty before the optimizer is built.
         """
         items = list(zip(self.paths, self._trainable_variables, strict=True))
         return dict(items[index] for index in self._order)
@@ -585,22 +578,19 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         return getattr(inner, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        self._check_can_be_set(name, value)
+        is_fixed = "counters" in vars(self) and name in _SET_AT_CREATION
+        # Keras sets it in other optimizers.
+        is_reset = name == "loss_scale_factor" and value is None
+        if is_fixed and not is_reset:
+            raise AttributeError(
+                f"`{name}` cannot be changed: create a new kmp.LossScaleOptimizer, and compile"
+                " again."
+            )
         inner = vars(self).get("inner_optimizer")
         if self._is_own(name) or not hasattr(inner, name):
             super().__setattr__(name, value)
         else:
             setattr(inner, name, value)
-
-    def _check_can_be_set(self, name: str, value: Any) -> None:
-        is_created = "counters" in vars(self)
-        if not is_created or name not in _SET_AT_CREATION:
-            return
-        if name == "loss_scale_factor" and value is None:  # as Keras sets it in other optimizers
-            return
-        raise AttributeError(
-            f"`{name}` cannot be changed: create a new kmp.LossScaleOptimizer, and compile again."
-        )
 
     def _is_own(self, name: str) -> bool:
         """Whether an attribute is that of the wrapper, not of the inner optimizer."""

@@ -59,7 +59,9 @@ def take_step_on_replicas(state: StepState, gradients: Gradients, arguments: Ste
 
     # Agree, over replicas and workers.
     flags, losses = agree(state, flags)
-    gradients = _sums_of(gradients)
+    present = [gradient for gradient in gradients if gradient is not None]
+    sums = iter(distribution.all_reduce_sum(present))
+    gradients = [None if gradient is None else next(sums) for gradient in gradients]
     agreed = Agreed(scale, None, flags, losses)
 
     # Update or skip, adapt and count.
@@ -72,10 +74,3 @@ def take_step_on_replicas(state: StepState, gradients: Gradients, arguments: Ste
     functions = [tf.function(update, jit_compile=True, autograph=False) for _ in range(count)]
     used = [*state.written, *state.read]
     distribution.update_parts(functions, used, (agreed,), gradients)
-
-
-def _sums_of(gradients: Gradients) -> list[Any]:
-    """Returns the sums over all replicas of the gradients that are not `None`."""
-    present = [gradient for gradient in gradients if gradient is not None]
-    sums = iter(distribution.all_reduce_sum(present))
-    return [None if gradient is None else next(sums) for gradient in gradients]

@@ -170,9 +170,10 @@ class StepMonitor:
         self.has_applied_unscaled = unscaled
 
     def take_unscaled_flags(self, count: int) -> tf.Tensor:
-        """Returns and clears float32 flags of shape `(count,)`: 1.0 where `unscale` returned NaN.
+        """Returns and clears float32 flags of shape `(count,)`, of the gradients in `unscale`.
 
-        The same for Inf. All are set, if any is, where `unscale` got another number of gradients.
+        A flag is 1.0 if the gradient had NaN or Inf, else 0.0. If `unscale` got another number of
+        gradients, and any of them had NaN or Inf, all flags are 1.0.
         """
         return self._unscaled.take(count)
 

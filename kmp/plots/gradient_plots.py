@@ -298,7 +298,7 @@ def _mark_limits(ax: Axes) -> None:
 def _zones_title(histograms: Sequence[ExponentHistogram], run: Run) -> str:
     """Returns the shares of elements that float16 holds as zero, with fewer bits, or not at all.
 
-    Of a run in another format, those that are zero, or not finite.
+    For a run in another format, returns the shares of those that are zero, or not finite.
     """
     zones = Counter[str]()
     for histogram in histograms:

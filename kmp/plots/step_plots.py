@@ -43,11 +43,30 @@ def loss_scale(run: Run, ax: Axes | None = None) -> Axes:
     steps, scales = _by_step(run, "loss_scale")
     if not steps.size:
         return style.empty(ax, "No loss scale was recorded.")
-    _draw_scale(ax, steps, scales)
+
+    label = "loss scale"
+    if steps.size > 1 and np.ptp(scales) == 0:
+        label += f", {style.scale_name(scales[0])} throughout"
+    (line,) = ax.plot(steps, scales, drawstyle="steps-post", label=label)
+    line.set(color=style.DARK, marker="o" if steps.size == 1 else "")
+
+    # Skipped steps.
     marks = _skipped_steps(run, steps, scales)
     marks = marks[:: len(marks) // _MOST_MARKS + 1]  # more would cover each other
-    _draw_skipped_steps(ax, marks, run.last("overflow_count"))
-    _draw_fallbacks(ax, run)
+    if marks.size:
+        label = "last skipped step of each record"
+        count = run.last("overflow_count")
+        if count is not None:
+            label += f" ({count:,} in total)"
+        size = 6 if len(marks) <= _MANY_MARKS else 3
+        ax.plot(*marks.T, "x", color=style.MIDDLE, markersize=size, label=label, zorder=3)
+
+    # Layers set to float32.
+    fallbacks = [row["step"] for row in run.rows if row.get("fallback")]
+    if fallbacks:
+        lines = ax.vlines(fallbacks, 0, 1, transform=ax.get_xaxis_transform())
+        lines.set(color=style.DARK_LIGHT, linestyle="dotted", label="layers set to float32")
+
     ax.set_yscale("log", base=2)
     # A margin of two bits gives the axis several ticks even if the line is flat.
     highest = max(scales.max(), marks[:, 1].max(initial=0))
@@ -55,32 +74,6 @@ def loss_scale(run: Run, ax: Axes | None = None) -> Axes:
     style.label_steps(ax, steps)
     style.legend_above(ax, title=_scale_title(run, scales[-1]))
     return ax
-
-
-def _draw_scale(ax: Axes, steps: np.ndarray, scales: np.ndarray) -> None:
-    label = "loss scale"
-    if steps.size > 1 and np.ptp(scales) == 0:
-        label += f", {style.scale_name(scales[0])} throughout"
-    (line,) = ax.plot(steps, scales, drawstyle="steps-post", label=label)
-    line.set(color=style.DARK, marker="o" if steps.size == 1 else "")
-
-
-def _draw_skipped_steps(ax: Axes, marks: np.ndarray, count: int | None) -> None:
-    if not marks.size:
-        return
-    label = "last skipped step of each record"
-    if count is not None:
-        label += f" ({count:,} in total)"
-    size = 6 if len(marks) <= _MANY_MARKS else 3
-    ax.plot(*marks.T, "x", color=style.MIDDLE, markersize=size, label=label, zorder=3)
-
-
-def _draw_fallbacks(ax: Axes, run: Run) -> None:
-    steps = [row["step"] for row in run.rows if row.get("fallback")]
-    if not steps:
-        return
-    lines = ax.vlines(steps, 0, 1, transform=ax.get_xaxis_transform())
-    lines.set(color=style.DARK_LIGHT, linestyle="dotted", label="layers set to float32")
 
 
 def _scale_title(run: Run, scale: float) -> str:

@@ -22,8 +22,8 @@ _Pass = tuple[str, float, Comparison | None, Overflow | None]
 def both_formats(run: RunSummary) -> Table:
     """Returns the errors of each layer in both formats, and what follows from them.
 
-    Of the newest batch that was passed in both, and of all such batches since the last repair.
-    Empty if there is none.
+    The errors are those of the newest batch that was passed in both formats, the conclusion is
+    about all such batches since the last repair. The table is empty if there is none.
     """
     since_repair = _measured(run.metrics.run)
     measured = since_repair or _measured(run.run)
@@ -75,11 +75,7 @@ def _passes(replay: Replay) -> list[_Pass]:
         (other.own_format, replay.loss_scale, comparison, replay.overflow),
         (other.format, other.loss_scale, other.comparison, other.overflow),
     ]
-    return sorted(passes, key=_is_in_bfloat16)
-
-
-def _is_in_bfloat16(each: _Pass) -> bool:
-    return each[0] != FLOAT16.name
+    return sorted(passes, key=lambda each: each[0] != FLOAT16.name)
 
 
 def _errors_of_outputs(each: _Pass) -> dict[str, float]:

@@ -58,7 +58,10 @@ def _names(paths: Sequence[Path]) -> list[str]:
     """Returns the shortest unique name of each run, and numbers duplicates."""
     runs = []
     for path in paths:
-        folder = _folder_of(path)
+        if path.name == FILE_NAME:
+            folder = path.parent
+        else:  # a log of another name is taken as a folder
+            folder = path.with_suffix("") if path.is_file() else path
         runs.append(folder.parts[1:] or folder.parts)
     names = {parts: parts[-1] for parts in runs}
     for length in range(2, max(map(len, runs), default=0) + 1):
@@ -67,10 +70,3 @@ def _names(paths: Sequence[Path]) -> list[str]:
             if counts[name] > 1:
                 names[parts] = "/".join(parts[-length:])
     return unique_names(names[parts] for parts in runs)
-
-
-def _folder_of(path: Path) -> Path:
-    """Returns the folder that a run is named after; a log of another name is taken as one."""
-    if path.name == FILE_NAME:
-        return path.parent
-    return path.with_suffix("") if path.is_file() else path

@@ -23,7 +23,7 @@ class _Layer(NamedTuple):
 
 
 class _Difference(NamedTuple):
-    """The step from which on a layer differs in two runs, and its values there."""
+    """The step from which a layer differs in two runs, and its values in that step."""
 
     step: int
     first: _Layer
@@ -37,32 +37,27 @@ def comparison(runs: Sequence[RunSummary]) -> tuple[Table, Table]:
     Without metrics, the second table is empty and the first has all.
     """
     columns = ("", *(run.name for run in runs))
+
     metrics = _names_of_metrics(runs)
-    of_metrics = _rows_of_metrics(runs, metrics)
-    of_counts = _rows_of_counts(runs)
+    of_metrics: list[Row] = []
+    for name in metrics:
+        values = [number(run.metrics_of_epochs.get(name)) for run in runs]
+        of_metrics.append((name, *values))
+    of_metrics.append(("findings", *(run.findings_count for run in runs)))
+
+    counts = [dict(run.counts) for run in runs]
+    of_counts: list[Row] = []
+    for name in max(counts, key=len):  # a run without a loss scale has one less
+        of_counts.append((name, *(each.get(name, "none") for each in counts)))
+
     if not metrics:
         return Table(columns, (*of_metrics, *of_counts)), Table()
-    counts = Table(columns, of_counts)
+    second = Table(columns, tuple(of_counts))
     for index, name in enumerate(metrics):
         if _differs(name, runs):
             note = f"The first metric that differs by more than 10 %: {name}."
-            return Table(columns, of_metrics, note, marked=index), counts
-    return Table(columns, of_metrics), counts
-
-
-def _rows_of_metrics(runs: Sequence[RunSummary], metrics: Sequence[str]) -> tuple[Row, ...]:
-    rows = []
-    for name in metrics:
-        values = [number(run.metrics_of_epochs.get(name)) for run in runs]
-        rows.append((name, *values))
-    rows.append(("findings", *(run.findings_count for run in runs)))
-    return tuple(rows)
-
-
-def _rows_of_counts(runs: Sequence[RunSummary]) -> tuple[Row, ...]:
-    counts = [dict(run.counts) for run in runs]
-    names = max(counts, key=len)  # a run without a loss scale has one less
-    return tuple((name, *(each.get(name, "none") for each in counts)) for name in names)
+            return Table(columns, tuple(of_metrics), note, marked=index), second
+    return Table(columns, tuple(of_metrics)), second
 
 
 def _names_of_metrics(runs: Sequence[RunSummary]) -> list[str]:
@@ -153,17 +148,13 @@ def _differences(
     step: int, layers: Mapping[str, _Layer], others: Mapping[str, _Layer]
 ) -> dict[str, _Difference]:
     found = {}
-    for layer in layers.keys() & others.keys():
-        if _are_different(layers[layer], others[layer]):
-            found[layer] = _Difference(step, layers[layer], others[layer])
+    for name in layers.keys() & others.keys():
+        layer, other = layers[name], others[name]
+        has_more_zeros = abs(layer.zeros - other.zeros) > thresholds.MORE_ZEROS
+        low, high = sorted((layer.norm, other.norm))
+        if has_more_zeros or high > thresholds.LARGER_NORM * low:
+            found[name] = _Difference(step, layer, other)
     return found
-
-
-def _are_different(layer: _Layer, other: _Layer) -> bool:
-    if abs(layer.zeros - other.zeros) > thresholds.MORE_ZEROS:
-        return True
-    low, high = sorted((layer.norm, other.norm))
-    return high > thresholds.LARGER_NORM * low
 
 
 def _layers(sample: GradientSample, names: Mapping[str, str]) -> dict[str, _Layer]:

@@ -133,7 +133,7 @@ class DynamicScale:
     def backs_off(self, state: ScaleState, step: StepOutcome, xp: Any = np) -> Any:
         """Returns a scalar bool, whether a skipped `step` makes the scale back off.
 
-        Also where the scale is at `min_scale`.
+        It may be true at `min_scale` too, where the scale stays the same.
         """
         is_due = state.overflows_in_a_row + 1 >= self.hysteresis
         return xp.logical_and(step.loss_was_finite, is_due)
