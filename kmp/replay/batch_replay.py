@@ -212,7 +212,7 @@ class _BatchReplay:
             unscaled=self._unscaled_in_custom_step(exact),
         )
         sample = exact.sample(self._context.step) if passes.has_backward else None
-        if not self._agrees_with_training(own) and (shown := self._by_program(found)):
+        if not self._agrees_with_training(own) and (shown := self._by_program(found, own)):
             return self._with_other_format(shown, own, exact), sample
         if not own.is_finite:
             found = self._with_overflow(found, own, exact)
@@ -425,11 +425,15 @@ class _BatchReplay:
             return is_backward and not own.is_finite
         return own.is_finite != (self._context.failed == "loss")
 
-    def _by_program(self, found: Replay) -> Replay | None:
+    def _by_program(self, found: Replay, as_written: PassResult) -> Replay | None:
         """Returns what the program that trains shows, where that is not the graph as it is written.
 
         XLA computes what it fuses in float32, and simplifies it; TensorFlow merges constants.
         `None` if it shows the same harm.
+
+        Args:
+            found: What is known of the batch.
+            as_written: The pass by the graph as it is written.
         """
         if self._format is FLOAT32:
             return None
@@ -454,7 +458,8 @@ class _BatchReplay:
         except Exception:  # XLA may not allow it
             logger.debug("There is no pass by the program that trains:", exc_info=True)
             return None
-        return None if self._is_harmful(comparison) else replace(found, comparison=comparison)
+        is_same = as_written.is_finite and self._is_harmful(comparison)
+        return None if is_same else replace(found, comparison=comparison)
 
     def _with_failing_program(
         self, found: Replay, programs: Passes, own: PassResult, exact: PassResult
@@ -462,9 +467,10 @@ class _BatchReplay:
         """Adds the layers in float32 with which the program that trains is finite.
 
         If only its gradients are not finite, at the scale at which no layer may have to change.
-        `None` if there are no such layers, and where no training step has failed.
+        `None` if there are no such layers, and if a loss is not finite while that of the training
+        was.
         """
-        if self._context.failed is None:
+        if self._context.failed is None and not math.isfinite(own.loss):
             return None
         factor, suspects = self._passes.factor, list[str]()
         if math.isfinite(own.loss):
@@ -501,7 +507,7 @@ class _BatchReplay:
         if not is_harmful:
             return found
         lost = self._criteria.lost_states(comparison)
-        if not lost and (shown := self._by_program(found)):
+        if not lost and (shown := self._by_program(found, own)):
             return shown
 
         # In float16, at the largest usable scale: if it only flushed gradients to zero, no layer

@@ -44,7 +44,9 @@ class InFunction(keras.Sequential):
         return {"loss": loss}
 
 
-def replayed(function, mode, examples=32, model_class=keras.Sequential, **context):
+def replayed(
+    function, mode, examples=32, model_class=keras.Sequential, loss_scale=2.0**10, **context
+):
     hidden = [keras.Input((6,)), Head(function), layers.Dense(1, dtype="float32")]
     model = model_class(hidden, name="net")
     optimizer = kmp.LossScaleOptimizer("sgd", initial_scale=2.0**10)
@@ -54,7 +56,7 @@ def replayed(function, mode, examples=32, model_class=keras.Sequential, **contex
     variables = {each.path: each for each in model.trainable_variables}
     graph = guarded_step_of(model).graphs[None][0]
     passes = Passes(model, (X[:examples], Y[:examples]), graph, variables, kind=kind)
-    return replay_batch(passes, StepContext(1, 2.0**10, batch_size=32, **context), CRITERIA)[0]
+    return replay_batch(passes, StepContext(1, loss_scale, batch_size=32, **context), CRITERIA)[0]
 
 
 @pytest.mark.parametrize(("mode", "is_lost"), [("graph", True), ("xla", False)])
@@ -85,6 +87,19 @@ def test_pass_that_is_infinite_operation_by_operation_only_is_that_of_the_traini
     assert found.is_finite
     assert found.search is None
     assert not is_harmful(found)
+
+
+def test_overflow_of_gradients_asks_for_a_lower_scale_where_xla_computes_finite_outputs():
+    class Quotient(layers.Dense):
+        def call(self, inputs):
+            return super().call(inputs) * 60000.0 / 50000.0
+
+    head = Quotient(6, kernel_initializer=keras.initializers.Identity(4.0))
+    found = replayed(head, "xla", loss_scale=2.0**24)
+    assert not found.is_finite
+    assert found.search.is_found
+    assert found.search.layers == []
+    assert found.operations == []
 
 
 def test_step_in_a_function_is_replayed():
