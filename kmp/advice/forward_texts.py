@@ -85,7 +85,7 @@ def _title(cause: NonfiniteForward, run: RunMetrics) -> str:
     if cause.name == "forward_overflow":
         return f"The output of {where} overflows {largest}."
     loss = "The loss" if found.layer == LOSS_FUNCTION else f"The loss that {where} adds"
-    return f"{loss} overflows {largest}."
+    return f"{loss} overflows {largest}{_line(found)}."
 
 
 def _operand(cause: NonfiniteForward) -> str:
