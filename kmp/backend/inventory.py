@@ -555,6 +555,11 @@ PRIVATE_NAMES = (
         "repairs no custom training loop",
     ),
     PrivateName(
+        "tensorflow.core.function.polymorphism.function_cache:FunctionCache._primary",
+        "a `tf.function` that cannot be traced again after a repair runs as before",
+        "has it traced again, whatever follows",
+    ),
+    PrivateName(
         "tensorflow:Tensor._handle_data",
         "a replay restores variables of TensorFlow that a training step uses",
         "does not replay batches",

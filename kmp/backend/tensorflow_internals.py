@@ -135,6 +135,7 @@ def functions_added(definition: Any) -> contextlib.ExitStack:
 
 
 _TRACES = "tensorflow:types.experimental.PolymorphicFunction._function_cache"
+_TRACES_BY_CONTEXT = "tensorflow.core.function.polymorphism.function_cache:FunctionCache._primary"
 
 
 def traces_of(function: Any) -> list[Any]:
@@ -144,9 +145,24 @@ def traces_of(function: Any) -> list[Any]:
     return [] if cache is None else list(cache.values())
 
 
-def forget_traces(functions: Iterable[Any]) -> None:
-    """Has `tf.function`s traced again when they are called next."""
+def forget_traces(functions: Iterable[Any]) -> list[tuple[Any, Any]]:
+    """Has `tf.function`s traced again when they are called next.
+
+    Returns what `restore_traces` gets to have them run as before.
+    """
+    before = []
     for function in functions:
         cache = attribute(function, _TRACES)
         if cache is not None:
+            kept = attribute(cache, _TRACES_BY_CONTEXT, {})
+            before.append((cache, [(trace, context) for (context, _), trace in kept.items()]))
             cache.clear()
+    return before
+
+
+def restore_traces(before: Iterable[tuple[Any, Any]]) -> None:
+    """Has `tf.function`s run as before `forget_traces`."""
+    for cache, traces in before:
+        cache.clear()
+        for trace, context in traces:
+            cache.add(trace, context)

@@ -427,8 +427,9 @@ class BatchReplayer:
     def runs_earlier_trace(self) -> bool:
         """Whether a training loop was not traced again since the last repair."""
         guard = guarded_step_of(self._model)
-        assert guard is not None
-        return self._capture.is_of_loop and not guard.graphs_of(self._capture.optimizer)
+        if guard is None or not self._capture.is_of_loop:
+            return False
+        return not guard.graphs_of(self._capture.optimizer)
 
     def _traced_for(self, data: Any) -> StepGraph:
         """Returns a new trace of the step, which runs as the one that trains does.
@@ -439,17 +440,23 @@ class BatchReplayer:
         guard = guarded_step_of(self._model)
         assert guard is not None
         layers, optimizers = [self._model, *self.beside], all_optimizers_of(self._model)
-        known = guard.graphs_of(self._capture.optimizer)
+        optimizer = self._capture.optimizer
+        known = guard.graph_for(data, optimizer)
         if self._capture.is_of_loop:
-            before, guard.graphs = guard.graphs, dict(guard.graphs)
+            before = guard.graphs
+            guard.forget_graphs()
             try:
                 with attributes_restored(layers, optimizers):
-                    trace_function_again(known[0], models_with(layers))
-                return guard.graphs_of(self._capture.optimizer)[0]
+                    assert known is not None
+                    trace_function_again(known, models_with(layers))
+                traced = guard.graph_for(data, optimizer)
             finally:
                 guard.graphs = before
+            if traced is None:
+                raise RuntimeError("its step is another one when it is traced again")
+            return traced
         graph = traced_step(self._run, data, layers, optimizers)
-        graph.is_compiled = bool(known and known[0].is_compiled)
+        graph.is_compiled = bool(known and known.is_compiled)
         return graph
 
     @property

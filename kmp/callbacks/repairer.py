@@ -83,7 +83,7 @@ class Repairer:
         if not changed:
             return
         reason = rows[-1].get("fallback_reason", "")
-        self._set_to_float32(changed, Repair(tuple(paths), reason))
+        failed = self._set_to_float32(changed, Repair(tuple(paths), reason))
         self._recorder.repairs_recorded += 1
         # The log has the record. The run in memory begins here, with the counts of the optimizer.
         snapshot = self._optimizer.snapshot()
@@ -101,7 +101,8 @@ class Repairer:
         assert repaired is not None
         when = f"as at step {rows[-1]['step']}, before the training was resumed,"
         continues = "the training continues"
-        self._warn(reason, when, continues, list(paths), changed, finding_of(repaired, metrics))
+        finding = finding_of(repaired, metrics)
+        self._warn(reason, when, continues, list(paths), changed, finding, failed)
 
     def repair(self) -> bool:
         """Applies the cure that the records prove, if there is one. Returns whether it did."""
@@ -198,14 +199,15 @@ class Repairer:
 
     def _apply(self, cure: Cure, changed: Sequence[keras.Layer], proof: Row) -> None:
         finding = finding_of(cure.cause, RunMetrics(self._recorder.run))
-        self._set_to_float32(changed, Repair(cure.layers, finding.title))
+        failed = self._set_to_float32(changed, Repair(cure.layers, finding.title))
         continues = "the training continues"
         if not cure.replay.is_finite:
             continues += self._restore_loss_scale(proof["replay"], cure)
         self._recorder.add_repairs()
         self._recorder.add(proof)
         step = self._repaired_at = self._recorder.previous.step
-        self._warn(finding.title, f"at step {step}", continues, cure.layers, changed, finding)
+        when = f"at step {step}"
+        self._warn(finding.title, when, continues, cure.layers, changed, finding, failed)
 
     def _restore_loss_scale(self, proof: Replay, cure: Cure) -> str:
         """Sets the loss scale that overflows have lowered, or that still overflows.
@@ -222,14 +224,21 @@ class Repairer:
         self._optimizer.dynamic_scale.assign(scale)
         return f" at the loss scale {scale:g}"
 
-    def _set_to_float32(self, changed: Sequence[keras.Layer], repair: Repair) -> None:
+    def _set_to_float32(self, changed: Sequence[keras.Layer], repair: Repair) -> list[str]:
+        """Sets layers to float32. Returns what `trace_again` does."""
         for layer in changed:
             layer.dtype_policy = float32_policy(layer)
-        guard = guarded_step_of(self._model)
-        if guard:
-            guard.repairs.append(repair)
-            guard.forget_graphs()  # they are of the step before
-        trace_again([*models_with(changed), self._model])  # a layer may be beside the model
+        own = guarded_step_of(self._model)
+        if own:
+            own.repairs.append(repair)
+        models = [*models_with(changed), self._model]  # a layer may be beside the model
+        guards = [guard for guard in map(guarded_step_of, models) if guard]
+        steps = [step for guard in guards for step in guard.all_graphs]
+        failed = trace_again(models, steps)
+        for guard in guards:
+            guard.has_repaired_layers = True
+            guard.forget_graphs()  # they are of the steps before
+        return failed
 
     def _warn(
         self,
@@ -239,6 +248,7 @@ class Repairer:
         paths: Sequence[str],
         changed: Sequence[keras.Layer],
         finding: Finding,
+        failed: Sequence[str],
     ) -> None:
         change = finding.change.replace("\n", "\n  ")
         layers, these = ("layer", "this layer") if len(paths) == 1 else ("layers", "these layers")
@@ -248,6 +258,9 @@ class Repairer:
             sound = f"A replayed batch is sound with {these} in float32."
             why = f" {reason.rstrip('.')}. {sound}"
         limits = _not_in_files(self._model, changed)
+        if failed:
+            limits += "\nThese functions could not be traced with float32, and run as before: "
+            limits += ", ".join(map(repr, failed))
         user_messages.warn(
             f"{capitalized(when)} kmp set the {layers} {names} to float32, and"
             f" {continues}.{why} To make this change permanent:\n  {change}{limits}\n"

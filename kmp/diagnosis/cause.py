@@ -127,3 +127,8 @@ class Cause:
     severity: str = ERROR
     location: str = ""
     edits: Edits = ()
+
+    @property
+    def is_measured(self) -> bool:
+        """Whether the records show what it does, not only that it is there."""
+        return True

@@ -54,7 +54,7 @@ def incurable_cause_of(run: Run) -> Cause | None:
     if cause is None or cause.cured_by_float32 or cause.severity != ERROR:
         return None
     if cause.stage is Stage.LOSS_SCALING:
-        return cause
+        return cause if cause.is_measured else None
     replay = metrics.last_comparison
     if replay is None or may_diverge(metrics, replay):
         return None

@@ -40,6 +40,11 @@ class WronglyScaled(Cause):
     optimizer: str
     times: float | None
 
+    @property
+    def is_measured(self) -> bool:
+        """Whether the step that was replayed shows what a clip of scaled gradients does."""
+        return self.facts.scaling != "nonlinear" or self.times is not None
+
     @classmethod
     def of(cls, run: RunMetrics) -> "WronglyScaled | None":
         """Returns the cause if the run has it, of a step of the user's own."""

@@ -130,6 +130,10 @@ class GuardedTrainStep:
         if is_first:
             self._xla_obstacle = ""
             self._create_variables(spec)
+        if len(self.graphs) > 1:  # a loop trained the model before
+            self.graphs = {None: self.graphs[None]}
+            for capture in self.captures:
+                capture.is_of_loop = False
         if self.kept:
             self.kept.bound_memory()
         self._metrics.begin_execution()
@@ -204,6 +208,11 @@ class GuardedTrainStep:
         earlier = self.graphs.get(loop_of, [])
         others = [each for each in earlier if not each.takes(graph.data)]
         self.graphs[loop_of] = [graph, *others][:_MOST_GRAPHS]
+
+    @property
+    def all_graphs(self) -> list[StepGraph]:
+        """All graphs that are kept."""
+        return [graph for graphs in self.graphs.values() for graph in graphs]
 
     def forget_graphs(self) -> None:
         """Forgets the graphs, after which steps compute in other precisions."""

@@ -55,6 +55,7 @@ logger = logging.getLogger("kmp")
 Failure = Literal["loss", "gradients"]
 
 _MOST_NAMED = 100
+_MANY = 2**10  # examples
 _LARGE_ERROR = 0.05  # of outputs, from which that of each layer is measured, in another pass
 _BFLOAT16_SECONDS = 2.0  # more, for a pass in bfloat16 after a search that has found nothing
 _SEARCH_SECONDS = 4.0  # more, for the search in a batch that 16 bits ruin
@@ -561,11 +562,11 @@ class _BatchReplay:
             return False
         states = state_errors(result, reference)
         comparison = replace(_compared(result, reference), states=states)
-        return not self._is_harmful(comparison, number_format)
+        # What is too little to call a training harmed is not enough to call a cure sound.
+        return not self._criteria.is_harmful(comparison, number_format, _MANY)
 
-    def _is_harmful(self, comparison: Comparison, number_format: FloatFormat | None = None) -> bool:
-        number_format = number_format or self._format
-        return self._criteria.is_harmful(comparison, number_format, self._passes.examples)
+    def _is_harmful(self, comparison: Comparison) -> bool:
+        return self._criteria.is_harmful(comparison, self._format, self._passes.examples)
 
     def _reference(self, exact: PassResult) -> Reference:
         return Reference(

@@ -22,10 +22,15 @@ _UNREGISTERED = re.compile(
 )
 _DTYPES = dict(zip(("BFLOAT16", "HALF"), sorted(DTYPES_16_BIT), strict=True))
 
+# What autograph writes before a message: the lines of a traceback, and the class of the error.
+_IN_USER_CODE = re.compile(r"in user code:\n.*?\n    \w+: (?P<message>.*)", re.DOTALL)
+
 
 def reason_of(error: Exception) -> str:
     """Returns why an error was raised, without control codes and tensors, on one line."""
     text = _TERMINAL_CODE.sub("", str(error))
+    if (found := _IN_USER_CODE.match(text)) is not None:
+        text = found["message"]
     layer = ""
     while (found := _OF_LAYER.search(text)) is not None:
         layer, text = found["layer"], found["message"]

@@ -118,6 +118,73 @@ def test_a_layer_that_a_loop_calls_beside_its_model_is_repaired():
     assert shrink.compute_dtype == "float32"
 
 
+def test_functions_that_cannot_be_traced_again_run_as_before():
+    loop = Loop()
+    model, shrink = loop.model, loop.model.layers[0]
+
+    @tf.function
+    def in_float16(x):
+        s = tf.zeros((16, 4), tf.float16)
+        for _ in tf.range(2):
+            s = shrink(x)
+        return s + tf.cast(model(x), tf.float16)
+
+    batch = tf.constant(X[:16]), tf.constant(Y[:16])
+    before = in_float16(batch[0])
+    with pytest.warns(UserWarning, match="(?s)kmp set .*could not be traced .*in_float16"):
+        loop.train(lambda: (loop.step(*batch), in_float16(batch[0])))
+    assert shrink.compute_dtype == "float32"
+    assert in_float16(batch[0]).dtype == before.dtype
+
+
+def test_a_loop_whose_code_cannot_run_twice_goes_on():
+    loop = Loop()
+    model, optimizer, once = loop.model, loop.optimizer, {"scale": 1.0}
+
+    @tf.function
+    def step(x, y):
+        with kmp.guard(optimizer, model):
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_mean((model(once["scale"] * x, training=True) - y) ** 2)
+                scaled_loss = optimizer.scale_loss(loss)
+            gradients = tape.gradient(scaled_loss, model.trainable_variables)
+            optimizer.apply(gradients, model.trainable_variables)
+
+    batch = tf.constant(X[:16]), tf.constant(Y[:16])
+    with pytest.warns(UserWarning, match="kmp cannot repair it.*KeyError"):
+        loop.train(lambda: (step(*batch), once.clear()))
+    assert optimizer.snapshot().step == 8
+
+
+@pytest.mark.parametrize("kind", ["input_signature", "objects", "structures"])
+def test_a_loop_is_repaired_whatever_its_function_gets(kind):
+    loop = Loop()
+    train = loop.step.python_function
+
+    @tf.function(input_signature=[tf.TensorSpec((None, 4)), tf.TensorSpec((None, 1))])
+    def of_signature(x, y):
+        return train(x, y)
+
+    @tf.function
+    def of_objects(owner, batch, *, scale):
+        return train(*(scale * each for each in batch))
+
+    @tf.function
+    def of_structures(batch):
+        return train(batch["x"], batch["y"] if "y" in batch else batch["x"][:, :1])
+
+    batch = tf.constant(X[:16]), tf.constant(Y[:16])
+    structures = [{"x": batch[0], "y": batch[1]}, {"x": batch[0]}] * 4
+    call = {
+        "input_signature": lambda: of_signature(*batch),
+        "objects": lambda: of_objects(loop, batch, scale=1.0),
+        "structures": lambda: of_structures(structures.pop()),
+    }[kind]
+    with pytest.warns(UserWarning, match="kmp set the layers? 'sequential.*/shrink'"):
+        loop.train(call)
+    assert loop.model.layers[0].compute_dtype == "float32"
+
+
 def test_code_that_refuses_float32_goes_on_as_before_and_the_warning_says_why():
     loop = Loop(OnlyFloat16(name="shrink"))
     batch = tf.constant(X[:16]), tf.constant(Y[:16])
