@@ -452,6 +452,9 @@ class _BatchReplay:
                 is_finite_in_float32=True,
             )
             if not own.is_finite:
+                only_gradients = math.isfinite(own.loss) and not math.isfinite(as_written.loss)
+                if self._context.failed is None and not only_gradients:
+                    return None  # as the graph as it is written, or as no step of the training
                 return self._with_failing_program(found, programs, own, exact)
             halved = replace(programs, data=self._halved_batch())
             half = halved.in_float32 if halved.data is not None else None
@@ -468,11 +471,8 @@ class _BatchReplay:
         """Adds the layers in float32 with which the program that trains is finite.
 
         If only its gradients are not finite, at the scale at which no layer may have to change.
-        `None` if there are no such layers, and if a loss is not finite while that of the training
-        was.
+        `None` if there are no such layers.
         """
-        if self._context.failed is None and not math.isfinite(own.loss):
-            return None
         factor, suspects = self._passes.factor, list[str]()
         if math.isfinite(own.loss):
             found = self._at_finite_scale(found, own, exact, programs)
