@@ -130,5 +130,5 @@ class Cause:
 
     @property
     def is_measured(self) -> bool:
-        """Whether the records show what it does, not only that it is there."""
-        return True
+        """Whether the graph of the step shows it, and the records what it does."""
+        return False

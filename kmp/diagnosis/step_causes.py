@@ -42,7 +42,7 @@ class WronglyScaled(Cause):
 
     @property
     def is_measured(self) -> bool:
-        """Whether the step that was replayed shows what a clip of scaled gradients does."""
+        """Whether it is known what it does: of a clip, only from a replay."""
         return self.facts.scaling != "nonlinear" or self.times is not None
 
     @classmethod
