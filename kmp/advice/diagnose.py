@@ -1,36 +1,10 @@
-"""Puts the diagnosis of a run into words."""
+"""`kmp.advise`: the diagnosis of a run, as findings and a verdict."""
 
-from kmp.advice import (  # they add their causes to `text_of`
-    batch_texts,
-    forward_texts,
-    precision_texts,
-    range_texts,
-    scale_texts,
-    step_texts,
-    underflow_texts,
-    update_texts,
-)
 from kmp.advice.finding import Advice, Finding
-from kmp.advice.sentences import text_of
-from kmp.advice.verdict import verdict
-from kmp.diagnosis import SEVERITIES, Cause, RunMetrics, causes_of
+from kmp.diagnosis import SEVERITIES, Cause, Observations, causes_of, verdict
 from kmp.records import Run
 from kmp.records.run import RUN_EXPECTED
 from kmp.utils import validation
-
-__all__ = [
-    "advice_of",
-    "advise",
-    "batch_texts",
-    "finding_of",
-    "forward_texts",
-    "precision_texts",
-    "range_texts",
-    "scale_texts",
-    "step_texts",
-    "underflow_texts",
-    "update_texts",
-]
 
 
 def advise(run: Run) -> Advice:
@@ -48,30 +22,32 @@ def advise(run: Run) -> Advice:
         Ranked findings and a verdict. A problem without evidence in the run is not reported.
 
     Example:
-    >>> run = Run([{"step": 500, "overflow_count": 0, "loss_scale": 32768.0}])
+    >>> from kmp.records import Record
+    >>> run = Run([Record(step=500, overflow_count=0, loss_scale=32768.0)])
     >>> advise(run).verdict.partition(". ")[0]
     'It is not known whether float16 hurts this run'
     """
     validation.instance("run", run, Run, RUN_EXPECTED)
-    return advice_of(RunMetrics(run))
+    return advice_of(Observations(run))
 
 
-def advice_of(run: RunMetrics) -> Advice:
-    """Returns the findings and the verdict for the metrics of a run."""
-    findings = [finding_of(cause, run) for cause in causes_of(run)]
-    findings.sort(key=lambda finding: SEVERITIES.index(finding.severity))
-    return Advice(findings, verdict(run, findings))
+def advice_of(run: Observations) -> Advice:
+    """Returns the findings and the verdict for what was observed of a run."""
+    causes = sorted(causes_of(run), key=lambda cause: SEVERITIES.index(cause.severity))
+    return Advice(list(map(finding_of, causes)), verdict(run, causes))
 
 
-def finding_of(cause: Cause, run: RunMetrics) -> Finding:
+def finding_of(cause: Cause) -> Finding:
     """Returns a cause in words."""
-    text = text_of(cause, run)
+    change, code = cause.change, cause.code
     return Finding(
-        cause.name,
-        cause.severity,
-        text.title,
-        text.evidence,
-        cause.edits,
-        text.note,
-        cause.location,
+        cause=cause.name,
+        severity=cause.severity,
+        title=cause.title,
+        evidence=cause.evidence,
+        edits=change.edits,
+        tried=change.tried if change.edits else "",
+        note=cause.note,
+        location=cause.location,
+        code=f"{code.file}, line {code.line}" if code and code.file else "",
     )

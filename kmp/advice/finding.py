@@ -25,9 +25,12 @@ class Finding:
         title: The problem, as a sentence.
         evidence: The records that show it, with numbers.
         edits: What to change in the program, all of it.
+        tried: What a replay with this change showed; `"no"` without one, with the reason if there
+            is one. Empty if there is no change.
         note: What else to know about the change, or an alternative.
         location: The path of the layer or variable, the part of the batch, `"the loss function"`
             or the argument that it is about; empty if it is about all of the model.
+        code: The file and the line of the program that it is about; empty if it is not known.
 
     Example:
     >>> from kmp.advice import ComputeInFloat32
@@ -45,6 +48,8 @@ class Finding:
     edits: Sequence[Edit] = ()
     note: str = ""
     location: str = ""
+    tried: str = ""
+    code: str = ""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "edits", tuple(self.edits))
@@ -58,6 +63,7 @@ class Finding:
         texts = {
             "Evidence": printable(self.evidence),
             "Change": self.change.replace("\n", "\n          "),
+            "Tried": printable(self.tried),
             "Note": printable(self.note),
         }
         lines = [f"  {name}: {text}" for name, text in texts.items() if text]

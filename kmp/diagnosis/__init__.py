@@ -1,25 +1,19 @@
-"""Judges the records of a run: from records to causes, as values. Needs no Keras.
+"""Judges what the records of a run show: from observations to causes, as values. Needs no Keras.
 
-`causes_of` returns what a report says, and `cure_of` what a repair does. A cause is a predicate on
-the records with its numbers, its location and its cure; `kmp.advice` has the sentences. All
-thresholds stand in `kmp.diagnosis.thresholds`.
+`Observations` are the values that causes are found from. `ladder` has the questions about a run and
+the rungs that answer them, `causes` one module for each cause: its predicate, numbers, location,
+change and sentences. `causes_of` returns what a report says, and `cure_of` what a repair does. All
+thresholds stand in `thresholds`.
 """
 
-from kmp.diagnosis.cause import (
-    ERROR,
-    INFO,
-    SEVERITIES,
-    WARNING,
-    Cause,
-    ComputeInFloat32,
-    Edit,
-    PrepareData,
-    SetArguments,
-)
-from kmp.diagnosis.causes import causes_of
+from kmp.diagnosis.cause import ERROR, INFO, SEVERITIES, WARNING, Cause
+from kmp.diagnosis.edits import Change, ComputeInFloat32, Edit, PrepareData, SetArguments
+from kmp.diagnosis.ladder import causes_of
 from kmp.diagnosis.loss_scale_sweep import WhatIf, what_if
+from kmp.diagnosis.model_names import name_of
+from kmp.diagnosis.observations import Observations, since_last_repair
 from kmp.diagnosis.repair import Cure, cure_of, incurable_cause_of
-from kmp.diagnosis.run_metrics import RunMetrics, name_of, since_last_fallback
+from kmp.diagnosis.verdict import verdict
 
 __all__ = [
     "ERROR",
@@ -27,17 +21,19 @@ __all__ = [
     "SEVERITIES",
     "WARNING",
     "Cause",
+    "Change",
     "ComputeInFloat32",
     "Cure",
     "Edit",
+    "Observations",
     "PrepareData",
-    "RunMetrics",
     "SetArguments",
     "WhatIf",
     "causes_of",
     "cure_of",
     "incurable_cause_of",
     "name_of",
-    "since_last_fallback",
+    "since_last_repair",
+    "verdict",
     "what_if",
 ]

@@ -191,6 +191,18 @@ def needs_another_scale_only(replay: Replay) -> bool:
     return search is not None and search.is_found and not search.layers
 
 
+def suitable_scale(replay: Replay | None) -> float | None:
+    """Returns the scale at which replayed gradients are finite without a change of layers.
+
+    `None` if it is unknown.
+    """
+    if replay is None or not replay.is_finite_in_float32:
+        return None
+    if not needs_another_scale_only(replay):
+        return None
+    return replay.gradients.usable_scale or 0.0
+
+
 def forward_operations(replay: Replay) -> list[NonfiniteOperation]:
     """Returns the first operations of the forward pass with NaN or Inf."""
     return [found for found in replay.operations if not found.is_backward]
@@ -211,7 +223,7 @@ def lossy_operations(replay: Replay) -> list[LossyOperation]:
     return [each for each in found if each.error > thresholds.HARMFUL_OUTPUT_ERROR]
 
 
-def lossy_operation(replay: Replay, is_of: Callable[[str], bool]) -> LossyOperation | None:
+def worst_lossy_operation(replay: Replay, is_of: Callable[[str], bool]) -> LossyOperation | None:
     """Returns the operation that loses most, of those in the layers of which `is_of` holds."""
     inside = (each for each in lossy_operations(replay) if is_of(each.layer))
     return max(inside, key=lambda each: each.error, default=None)

@@ -1,0 +1,1 @@
+"""The causes of a run's problems, one module for each: predicate, numbers, change and sentences."""
