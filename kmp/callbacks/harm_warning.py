@@ -1,10 +1,9 @@
 """Warns of harm that no repair has ended."""
 
-from kmp.advice import advise
-from kmp.advice.diagnose import finding_of
-from kmp.advice.wording import capitalized
+from kmp.advice.diagnose import advice_of, finding_of
 from kmp.callbacks.recorder import Recorder
-from kmp.diagnosis import RunMetrics, cure_of, incurable_cause_of, thresholds
+from kmp.diagnosis import Observations, cure_of, incurable_cause_of, thresholds
+from kmp.diagnosis.wording import capitalized
 from kmp.utils import user_messages
 
 
@@ -34,14 +33,15 @@ class HarmWarning:
         if self.has_warned or len(run.rows) == self._examined:
             return
         self._examined = len(run.rows)
-        cause, why = incurable_cause_of(run), ""
-        cure = cure_of(run) if obstacle else None
+        seen = Observations(run)
+        cause, why = incurable_cause_of(seen), ""
+        cure = cure_of(seen) if obstacle else None
         if cure is not None:
             cause, why = cure.cause, f" kmp cannot repair it while the training runs: {obstacle}."
-        finding = finding_of(cause, RunMetrics(run)) if cause else None
+        finding = finding_of(cause) if cause else None
         if finding is None and self._skips_in_16_bits():
             skipped = self._recorder.previous.nonfinite_losses_in_a_row
-            finding = next(iter(advise(run).problems), None)
+            finding = next(iter(advice_of(seen).problems), None)
             why = f" The last {skipped} steps were skipped, and kmp found no few layers to repair."
         if finding is None:
             return

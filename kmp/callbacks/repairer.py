@@ -7,7 +7,6 @@ import keras
 
 from kmp.advice import Finding
 from kmp.advice.diagnose import finding_of
-from kmp.advice.wording import capitalized
 from kmp.backend.keras_internals import (
     computing_layers,
     direct_sublayers,
@@ -20,10 +19,12 @@ from kmp.backend.keras_internals import (
 from kmp.callbacks.batch_replayer import BatchReplayer, RetraceError
 from kmp.callbacks.recorder import Recorder
 from kmp.callbacks.retracing import models_with, trace_again
-from kmp.diagnosis import Cure, RunMetrics, cure_of
+from kmp.diagnosis import Cure, Observations, cure_of
 from kmp.diagnosis.branches import flushed_layers
-from kmp.diagnosis.precision_causes import Repaired
+from kmp.diagnosis.causes.repaired import Repaired
+from kmp.diagnosis.model_names import ModelNames
 from kmp.diagnosis.soundness import is_harmful
+from kmp.diagnosis.wording import capitalized
 from kmp.guarding.guarded_step import Repair, guarded_step_of
 from kmp.optimizer import LossScaleOptimizer
 from kmp.records import Record, Replay
@@ -95,12 +96,11 @@ class Repairer:
             overflow_origins_by_variable=snapshot.overflow_origins_by_variable,
         )
         self._recorder.run.append(record)
-        metrics = RunMetrics(self._recorder.run)
-        repaired = Repaired.of(metrics)
+        repaired = Repaired.of(Observations(self._recorder.run))
         assert repaired is not None
         when = f"as at step {rows[-1].step}, before the training was resumed,"
         continues = "the training continues"
-        finding = finding_of(repaired, metrics)
+        finding = finding_of(repaired)
         self._warn(reason, when, continues, list(paths), changed, finding, failed)
 
     def repair(self) -> bool:
@@ -110,7 +110,7 @@ class Repairer:
             return False
         self._examined = len(run.rows)
         self._check_trace()
-        cure = cure_of(run)
+        cure = cure_of(Observations(run))
         if cure is None or cure.replay is self._rejected:
             return False
         self._rejected = cure.replay
@@ -182,14 +182,14 @@ class Repairer:
     def _flushes_branch(self, cure: Cure, proof: Replay) -> bool:
         """Whether the proof flushes the branch that the search kept."""
         branch = cure.replay.search.branch if cure.replay.search else []
-        metrics = RunMetrics(self._recorder.run)
+        model = ModelNames(self._recorder.run.settings)
         flushed = proof.gradients.flushed
         shares = {
             path: flushed.get(path, 0.0)
             for path in self._recorder.selected_variables()
-            if metrics.layer_of(path) in branch and path not in proof.gradients.zero
+            if model.layer_of(path) in branch and path not in proof.gradients.zero
         }
-        return bool(flushed_layers(shares, metrics.layer_of))
+        return bool(flushed_layers(shares, model.layer_of))
 
     def _scale_of_proof(self, cure: Cure) -> float:
         """Returns the loss scale of the search, or the one in use if that is usable.
@@ -204,7 +204,7 @@ class Repairer:
         return min(in_use, max(usable, self._optimizer.rule.min_scale))
 
     def _apply(self, cure: Cure, changed: Sequence[keras.Layer], proof: Record) -> None:
-        finding = finding_of(cure.cause, RunMetrics(self._recorder.run))
+        finding = finding_of(cure.cause)
         failed = self._set_to_float32(changed, Repair(cure.layers, finding.title))
         continues = "the training continues"
         if proof.replay and not cure.replay.is_finite:

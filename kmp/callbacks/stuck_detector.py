@@ -7,8 +7,8 @@ import keras
 import numpy as np
 
 from kmp.advice import advise
-from kmp.advice.missing_replays import how_to_find_layer
-from kmp.diagnosis import RunMetrics
+from kmp.diagnosis import Observations
+from kmp.diagnosis.missing_replays import how_to_find_layer
 from kmp.optimizer import LossScaleOptimizer
 from kmp.records import Run, Snapshot
 
@@ -122,7 +122,7 @@ def explained(headline: str, model: keras.Model, now: Snapshot, run: Run) -> str
 
 def _counts_alone(now: Snapshot, run: Run) -> str:
     origin = now.overflow_origin
-    how = f"To find the layer: {how_to_find_layer(RunMetrics(run))}."
+    how = f"To find the layer: {how_to_find_layer(Observations(run))}."
     if not run.has_loss_scale:
         where = "the loss" if now.nonfinite_losses_in_a_row else f"the gradient of {origin}"
         return f"{where} was NaN or Inf. {how}"

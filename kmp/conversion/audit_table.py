@@ -7,10 +7,10 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from kmp.advice.format_errors import FormatErrors, formats_compared
 from kmp.conversion.op_rule import NEEDS_FLOAT32
 from kmp.conversion.plan import Plan
 from kmp.conversion.step_traffic import StepTraffic
+from kmp.diagnosis.format_errors import FormatErrors, formats_compared
 from kmp.utils.displayed import Displayed
 from kmp.utils.float_formats import DTYPES_16_BIT, FLOAT32
 from kmp.utils.names import printable

@@ -7,7 +7,6 @@ from typing import Any
 
 import keras
 
-from kmp.advice.format_errors import FormatErrors
 from kmp.backend.jit_support import jit_compilation
 from kmp.backend.keras_internals import compute_dtypes, is_keras_class, is_passthrough
 from kmp.backend.promotion import Place, promotions_recorded
@@ -31,6 +30,7 @@ from kmp.conversion.op_rule import FOLLOWS_INPUTS
 from kmp.conversion.plan import Plan, make_plan
 from kmp.conversion.step_traffic import step_traffic
 from kmp.conversion.tensor_cores import unaligned_dimensions
+from kmp.diagnosis.format_errors import FormatErrors
 from kmp.replay import OTHER_FORMATS, Passes, PassResult, other_format_of
 from kmp.utils.float_formats import (
     BFLOAT16,

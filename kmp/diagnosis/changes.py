@@ -80,7 +80,7 @@ def states_in_float32(run: Observations, paths: Iterable[str]) -> Edits:
 
 
 def convert_weights(number_format: FloatFormat) -> str:
-    """Returns the statement that converts a model with weights in 16 bits, such as one of a file."""
+    """Returns the statement that converts a model with weights in 16 bits, as one of a file."""
     return f"model = kmp.convert(kmp.to_float32(model), 'mixed_{number_format.name}')"
 
 

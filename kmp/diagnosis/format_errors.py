@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kmp.advice.wording import percent
+from kmp.diagnosis.wording import percent
 from kmp.utils.float_formats import FLOAT16, as_power
 
 

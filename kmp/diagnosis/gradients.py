@@ -7,13 +7,12 @@ from functools import cached_property
 
 import numpy as np
 
-from kmp.diagnosis import branches, thresholds
+from kmp.diagnosis import branches
 from kmp.diagnosis.loss_scale_sweep import WhatIf, sweep
 from kmp.diagnosis.model_names import ModelNames
 from kmp.diagnosis.passes import Passes
 from kmp.diagnosis.sample_statistics import counts_below, statistics, unscaled_counts, usable
 from kmp.records import Replay, Run
-from kmp.records.gradient_sample import layer_of
 from kmp.utils.float_formats import FLOAT16
 
 
@@ -22,7 +21,7 @@ class Gradients:
 
     Args:
         run: The records.
-        complete_run: Those with what was before the last repair.
+        all_records: Those with what was before the last repair.
         loss_scale: The loss scale in use; NaN if it is unknown.
         passes: The replays.
         model: The names of the layers.
@@ -35,9 +34,9 @@ class Gradients:
     """
 
     def __init__(
-        self, run: Run, complete_run: Run, loss_scale: float, passes: Passes, model: ModelNames
+        self, run: Run, all_records: Run, loss_scale: float, passes: Passes, model: ModelNames
     ) -> None:
-        self._run, self._complete_run, self._model = run, complete_run, model
+        self._run, self._all_records, self._model = run, all_records, model
         self._loss_scale = loss_scale
         self._passes, self._clean = passes, passes.clean
         self.samples, self._references = statistics(run)
@@ -194,7 +193,7 @@ class Gradients:
         if row is None or not row.reference:
             return None
         repaired: set[str] = set()
-        for earlier in self._complete_run.rows:
+        for earlier in self._all_records.rows:
             repaired.update(earlier.fallback or ())
         branch, others = [], []
         for name in row.reference.names:

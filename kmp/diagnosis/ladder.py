@@ -5,7 +5,7 @@ question, and those after it are not asked: what they would find follows from it
 exclude another.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 from kmp.diagnosis.cause import ERROR, INFO, Cause
 from kmp.diagnosis.causes.backward_overflow import BackwardOverflow
@@ -37,6 +37,7 @@ from kmp.diagnosis.causes.wrongly_scaled import WronglyScaled
 from kmp.diagnosis.observations import Observations
 
 Rung = Callable[[Observations], Cause | None]
+Question = tuple[Rung, ...]
 
 
 def scaling(run: Observations) -> Cause | None:
@@ -121,15 +122,18 @@ def gradients(run: Observations) -> Cause | None:
 
 
 # What is no problem of a run by itself.
-NOTES: tuple[Rung, ...] = (
+NOTES: Question = (
     Repaired.of,
     WithoutGradient.dead,
     WithoutGradient.unused,
     WithoutGradient.untrained,
 )
-SCALING: tuple[Rung, ...] = (scaling,)  # What does the step do with the loss scale?
-SKIPPED: tuple[Rung, ...] = (batch, weights, forward, loss, backward, loss_scale)  # Why is it not finite?
-ROUNDED: tuple[Rung, ...] = (results, updates, underflow, gradients)  # What do finite steps lose?
+# What does the step do with the loss scale?
+SCALING: Question = (scaling,)
+# Why were steps skipped, or did the loss explode?
+SKIPPED: Question = (batch, weights, forward, loss, backward, loss_scale)
+# What do the other steps lose to 16 bits?
+ROUNDED: Question = (results, updates, underflow, gradients)
 
 
 def causes_of(run: Observations) -> Iterator[Cause]:
@@ -145,7 +149,7 @@ def causes_of(run: Observations) -> Iterator[Cause]:
                 return
 
 
-def answers(run: Observations, question: tuple[Rung, ...]) -> Iterator[Cause]:
+def answers(run: Observations, question: Question) -> Iterator[Cause]:
     """Yields what answers a question: the first problem, and what is no problem before it."""
     for rung in question:
         cause = rung(run)
@@ -155,7 +159,7 @@ def answers(run: Observations, question: tuple[Rung, ...]) -> Iterator[Cause]:
                 return
 
 
-def first_problem(run: Observations, questions: tuple[tuple[Rung, ...], ...]) -> Cause | None:
+def first_problem(run: Observations, questions: Iterable[Question]) -> Cause | None:
     """Returns the first problem that answers one of the questions; `None` without one."""
     for question in questions:
         for cause in answers(run, question):

@@ -26,7 +26,7 @@ class MissingReplays(NamedTuple):
 
 def missing_replays(run: Observations) -> MissingReplays:
     """Returns why a run has no replays."""
-    error = run.run.last("replay_error")
+    error = run.records.last("replay_error")
     if error:
         return MissingReplays(f"none could be replayed: {error}", FLOAT32_TRAINING)
     replicas = run.settings.replicas

@@ -21,13 +21,13 @@ class Observations:
         run: The run.
 
     Attributes:
-        complete_run: The run.
+        all_records: The run.
         repair: The record of the last repair; `None` without one.
-        run: The records since then. Its counts begin there.
+        records: The run since then. Its counts begin there.
         settings: Its settings.
         format: The number format that limits it.
-        last_step: The last step of the complete run.
-        skipped_steps: Those that the complete run skipped; `None` if they were not counted.
+        last_step: The last step of all records.
+        skipped_steps: Those that all records count; `None` if they were not counted.
         loss_scale: The loss scale in use; NaN if it is unknown.
         model: The names of the layers.
         skipped: The steps that were skipped.
@@ -35,30 +35,33 @@ class Observations:
     """
 
     def __init__(self, run: Run) -> None:
-        self.complete_run = run
-        self.repair, self.run = since_last_repair(run)
-        self.settings, self.format = self.run.settings, self.run.format
+        self.all_records = run
+        self.repair, self.records = since_last_repair(run)
+        self.settings, self.format = self.records.settings, self.records.format
         self.last_step = max((row.step for row in run.rows), default=0)
         self.skipped_steps: int | None = run.last("overflow_count")
-        samples = [sample.loss_scale for sample in self.run.samples[-1:]]
-        scales = [*samples, *self.run.series("loss_scale")[1]]
+        samples = [sample.loss_scale for sample in self.records.samples[-1:]]
+        scales = [*samples, *self.records.series("loss_scale")[1]]
         self.loss_scale = float(next(filter(math.isfinite, reversed(scales)), math.nan))
         self.model = ModelNames(self.settings)
         steps = self.last_step - (self.repair.step if self.repair else 0)
-        self.skipped = SkippedSteps(self.run, self.last_step, steps, self.loss_scale)
-        self.passes = Passes(self.run, self.last_step, self.skipped)
+        self.skipped = SkippedSteps(self.records, self.last_step, steps, self.loss_scale)
+        self.passes = Passes(self.records, self.last_step, self.skipped)
 
     @cached_property
     def gradients(self) -> Gradients:
         """The sizes of the gradients, and what float16 loses of them."""
-        return Gradients(
-            self.run, self.complete_run, self.loss_scale, self.passes, self.model
-        )
+        return Gradients(self.records, self.all_records, self.loss_scale, self.passes, self.model)
 
     @cached_property
     def updates(self) -> Updates:
         """The sizes of the updates, and the losses."""
-        return Updates(self.run, self.last_step, self.gradients.samples)
+        return Updates(self.records, self.last_step, self.gradients.samples)
+
+    @property
+    def dtypes(self) -> str:
+        """The dtypes that the layers compute in, in words."""
+        return " and ".join(self.settings.compute_dtypes or ["an unknown dtype"])
 
     @property
     def is_fixed(self) -> bool:

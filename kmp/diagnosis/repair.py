@@ -38,10 +38,8 @@ def cure_of(run: Observations) -> Cure | None:
     if run.updates.may_diverge(replay.float32_loss):
         return None
     # A pass that is not finite is cured whatever the step does with the loss scale.
-    questions = (ladder.SKIPPED, ladder.ROUNDED)
-    if replay.is_finite:
-        questions = (ladder.SCALING, *questions)
-    cause = ladder.first_problem(run, questions)
+    first = [ladder.SCALING] if replay.is_finite else []
+    cause = ladder.first_problem(run, [*first, ladder.SKIPPED, ladder.ROUNDED])
     if cause is None or not cause.is_cured_by_float32:
         return None
     return Cure(tuple(replay.float32_layers), cause, replay)

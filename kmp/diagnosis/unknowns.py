@@ -90,7 +90,7 @@ def _compared_batches(run: Observations) -> str:
 def _why_not(run: Observations) -> tuple[str, str]:
     """Returns why batches were not compared, in parentheses, and what would compare them."""
     missing = missing_replays(run)
-    has_failed = run.run.last("replay_error") is not None
+    has_failed = run.records.last("replay_error") is not None
     if has_failed or not run.passes.all:
         return f" ({missing.reason})" if missing.reason else "", missing.remedy
     if not any(replay.is_finite for replay in run.passes.all):
@@ -117,13 +117,13 @@ def _states_in_16_bits(run: Observations) -> Iterator[str]:
 
 def _overflows(run: Observations) -> Iterator[str]:
     """Yields whether it is known how many steps overflow, and why."""
-    if run.complete_run.last("overflow_count") is None:
+    if run.all_records.last("overflow_count") is None:
         remedy = "kmp.callbacks.defaults(), which counts them"
         yield doubt("how many steps were skipped", remedy)
     are_later = run.skipped.count != run.skipped.start.overflows and not _is_settling(run)
     if are_later and run.skipped.count > thresholds.MANY_SKIPPED * run.skipped.steps:
         remedy = "a longer run"
-        if run.run.has_loss_scale:
+        if run.records.has_loss_scale:
             remedy += ", because a dynamic scale settles after its first steps"
         yield doubt("why steps overflow", remedy)
 
@@ -133,7 +133,7 @@ def _is_settling(run: Observations) -> bool:
 
     Which the last one must not belong to. A scale that grows too fast has a finding.
     """
-    if run.is_fixed or not run.run.has_loss_scale or run.skipped.in_a_row:
+    if run.is_fixed or not run.records.has_loss_scale or run.skipped.in_a_row:
         return False
     return run.skipped.count <= thresholds.SKIPPED_AT_START
 
@@ -152,7 +152,8 @@ def _samples(run: Observations) -> Iterator[str]:
 def _zeros(run: Observations) -> Iterator[str]:
     """Yields what is not known of zeros in the samples, and of what a replay shows as flushed."""
     if _has_doubtful_zeros(run):
-        zeros = f"the gradient elements that are exactly zero, {run.gradients.unexplained_zero_share:.1%}"
+        share = f"{run.gradients.unexplained_zero_share:.1%}"
+        zeros = f"the gradient elements that are exactly zero, {share}"
         yield doubt(
             f"whether float16 flushed {zeros}{_including_variables(run)}",
             f"a replay, or fewer zeros with {run.settings.settings_call}(initial_scale=2.0**24)",

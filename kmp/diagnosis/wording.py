@@ -8,6 +8,7 @@ from kmp.records.replay import NonfiniteOperation
 from kmp.records.step_facts import CodeLine
 from kmp.utils.float_formats import DTYPES_16_BIT
 
+
 def counted(count: int, noun: str, plural: str = "s") -> str:
     """Returns a number with a noun in its number.
 
@@ -59,9 +60,9 @@ def skipped_with_finite_loss(run: Observations) -> str:
 def failed_steps(run: Observations) -> str:
     """Returns the number of steps with a non-finite loss, or of skipped ones if there is none."""
     if run.skipped.nonfinite_losses:
-        scaling = " before scaling" if run.run.has_loss_scale else ""
+        scaling = " before scaling" if run.records.has_loss_scale else ""
         return f"in {of_steps(run, run.skipped.nonfinite_losses)} the loss was NaN or Inf{scaling}"
-    if run.run.last("overflow_count") == 0:
+    if run.records.last("overflow_count") == 0:
         return "no step was skipped"
     return skipped_with_finite_loss(run)
 

@@ -11,8 +11,8 @@ import matplotlib as mpl
 from matplotlib.figure import Figure
 
 from kmp import plots
-from kmp.advice.wording import skipped
 from kmp.diagnosis.soundness import error_origin
+from kmp.diagnosis.wording import skipped
 from kmp.report.run_comparison import main_metrics
 from kmp.report.run_summary import RunSummary
 from kmp.report.run_tables import ALL_FINITE, NOT_SAMPLED, other_scales
@@ -46,29 +46,29 @@ def figures(summary: RunSummary) -> dict[str, ReportFigure]:
     Without a comparison of layers with float32, there is no `layer_errors`; without a loss scale,
     no `loss_scale`; and in another format than float16, no `what_if`.
     """
-    metrics = summary.metrics
+    observed = summary.observed
     found: dict[str, ReportFigure] = {}
-    if metrics.has_loss_scale:
+    if observed.records.has_loss_scale:
         found["loss_scale"] = _loss_scale(summary)
     found["gradient_exponents"] = _gradient_exponents(summary)
     found["exponents_over_steps"] = _exponents_over_steps(summary)
-    if metrics.format is FLOAT16:
+    if observed.format is FLOAT16:
         found["what_if"] = _what_if(summary)
     found["overflowing_variables"] = _overflowing_variables(summary)
-    comparisons = metrics.comparisons
+    comparisons = observed.passes.comparisons
     if comparisons and comparisons[-1][1].layer_errors:
         found["layer_errors"] = _layer_errors(summary)
     return found
 
 
 def _loss_scale(summary: RunSummary) -> ReportFigure:
-    run, metrics = summary.run, summary.metrics
+    run, observed = summary.run, summary.observed
     if not any(row.loss_scale for row in run.rows):
         return ReportFigure("The loss scale was not recorded.")
     caption = "The loss scale, with a mark where steps were skipped."
     alt = (
-        f"The loss scale over the training steps, {scale(metrics.scale)} at the end;"
-        f" {skipped(metrics)}."
+        f"The loss scale over the training steps, {scale(observed.loss_scale)} at the end;"
+        f" {skipped(observed)}."
     )
     return ReportFigure(caption, alt, _svg(plots.loss_scale, run))
 
@@ -78,13 +78,13 @@ def _gradient_exponents(summary: RunSummary) -> ReportFigure:
     if sample is None:
         return ReportFigure(NOT_SAMPLED)
     caption = "The newest sample."
-    histogram, name = sample.histogram, summary.metrics.format.name
+    histogram, name = sample.histogram, summary.observed.format.name
     zones, total = histogram.zones, histogram.total
     alt = (
         f"Histogram of the gradients' binary exponents in step {sample.step}:"
         f" {share_of(zones['zero'], total)} zero"
     )
-    if summary.metrics.format is FLOAT16:
+    if summary.observed.format is FLOAT16:
         caption += " Below float16's normal range precision is lost; above it is overflow."
         below = share_of(zones["subnormal"] + zones["below_subnormal"], total)
         above = share_of(zones["near_overflow"] + zones["beyond"], total)
@@ -107,7 +107,7 @@ def _exponents_over_steps(summary: RunSummary) -> ReportFigure:
 
 def _what_if(summary: RunSummary) -> ReportFigure:
     note = other_scales(summary).note
-    curve = summary.metrics.curve
+    curve = summary.observed.gradients.curve
     if curve is None:
         return ReportFigure(note)
     caption = "What float16 would lose of the sampled gradients at each constant loss scale."
@@ -116,14 +116,14 @@ def _what_if(summary: RunSummary) -> ReportFigure:
 
 
 def _overflowing_variables(summary: RunSummary) -> ReportFigure:
-    run, metrics = summary.run, summary.metrics
-    is_float16 = metrics.format is FLOAT16
+    run, observed = summary.run, summary.observed
+    is_float16 = observed.format is FLOAT16
     if not run.last("overflows_by_variable"):
-        if metrics.skipped_steps is None:
+        if observed.skipped_steps is None:
             return ReportFigure(f"{'Overflows' if is_float16 else 'NaN and Inf'} were not counted.")
         return ReportFigure("No variable overflowed." if is_float16 else ALL_FINITE)
     alt = "Skipped steps by variable"
-    path, part = metrics.main_overflow_origin
+    path, part = observed.skipped.main_origin
     if path:
         alt += f"; {path} was the overflow origin in {share(part)} of those with a finite loss"
     caption = "The variables that overflowed, and the overflow origins."
@@ -133,7 +133,7 @@ def _overflowing_variables(summary: RunSummary) -> ReportFigure:
 
 
 def _layer_errors(summary: RunSummary) -> ReportFigure:
-    step, replay = summary.metrics.comparisons[-1]
+    step, replay = summary.observed.passes.comparisons[-1]
     caption = (
         "How far the outputs of each layer are from float32, relative to how they vary between"
         " examples"
@@ -145,7 +145,7 @@ def _layer_errors(summary: RunSummary) -> ReportFigure:
         f"Errors of {len(replay.layer_errors)} layers in step {step}; the outputs of the model"
         f" differ from float32 by {number(replay.output_error)}"
     )
-    origin = error_origin(replay, summary.metrics.format)
+    origin = error_origin(replay, summary.observed.format)
     if origin:
         adds = number(origin.new_error)
         alt += f"; a harmful error begins at {origin.layer}, which adds {adds}"

@@ -4,8 +4,8 @@ import heapq
 import math
 from collections.abc import Sequence
 
-from kmp.advice.format_errors import FormatErrors, formats_compared
-from kmp.advice.wording import percent
+from kmp.diagnosis.format_errors import FormatErrors, formats_compared
+from kmp.diagnosis.wording import percent
 from kmp.records import Replay, Run
 from kmp.records.replay import LOSS_FUNCTION, Comparison, NonfiniteOperation, Overflow
 from kmp.report.run_summary import RunSummary
@@ -25,7 +25,7 @@ def both_formats(run: RunSummary) -> Table:
     The errors are those of the newest batch that was passed in both formats, the conclusion is
     about all such batches since the last repair. The table is empty if there is none.
     """
-    since_repair = _measured(run.metrics.run)
+    since_repair = _measured(run.observed.records)
     measured = since_repair or _measured(run.run)
     if not measured:
         return Table()
@@ -90,7 +90,7 @@ def _errors_of_gradients(run: RunSummary, each: _Pass) -> dict[str, float]:
     """Returns the error of each layer's gradients: of an RNN, the largest of its cells."""
     comparison, errors = each[2], dict[str, float]()
     for error in comparison.gradients if comparison else ():
-        layer = run.metrics.created_layer(error.layer)
+        layer = run.observed.model.created_layer(error.layer)
         errors[layer] = max(error.error, errors.get(layer, 0.0))
     return errors
 
@@ -146,8 +146,8 @@ def _failure(run: RunSummary, name: str, loss_scale: float, overflow: Overflow) 
     if first is None:
         if not overflow.outputs:
             return "the loss or a gradient is NaN or Inf"
-        return f"{run.metrics.describe(overflow.outputs[0])} returns NaN or Inf"
-    place = run.metrics.describe(first.layer)
+        return f"{run.observed.model.describe(overflow.outputs[0])} returns NaN or Inf"
+    place = run.observed.model.describe(first.layer)
     if first.is_backward:
         place = f"the backward pass of {place}, at the loss scale {scale(loss_scale)},"
     value = "NaN" if first.value == "nan" else "Inf"

@@ -10,7 +10,7 @@ from msgspec.structs import asdict
 
 from kmp.advice import Advice
 from kmp.advice.diagnose import advice_of
-from kmp.diagnosis import INFO, RunMetrics
+from kmp.diagnosis import INFO, Observations
 from kmp.records import Run, Settings
 from kmp.records.run import RUN_EXPECTED
 from kmp.report.texts import UNKNOWN, number, scale, share, share_of
@@ -34,19 +34,19 @@ class RunSummary:
     def __init__(self, name: str, run: Run) -> None:
         self.name = name
         self.run = run
-        self.metrics = RunMetrics(run)
+        self.observed = Observations(run)
 
     @cached_property
     def advice(self) -> Advice:
         """The findings and the verdict."""
-        return advice_of(self.metrics)
+        return advice_of(self.observed)
 
     @property
     def status(self) -> str:
         """The severity of the worst finding, `"repaired"`, `"no problem"` or `"unknown"`."""
         if self.advice.problems:
             return self.advice.problems[0].severity
-        if self.metrics.fallback:
+        if self.observed.repair:
             return REPAIRED
         return NO_PROBLEM if self._is_known else UNKNOWN
 
@@ -64,20 +64,22 @@ class RunSummary:
     @property
     def _is_known(self) -> bool:
         """Whether the run can be diagnosed: it has a finding, or samples of finite gradients."""
-        metrics = self.metrics
-        return bool(self.advice or metrics.finite_samples) or metrics.curve is not None
+        observed = self.observed
+        return (
+            bool(self.advice or observed.gradients.finite) or observed.gradients.curve is not None
+        )
 
     @property
     def subtitle(self) -> str:
         """Model, optimizer, compute dtypes, loss scale if it matters, and steps, in one line."""
-        metrics, settings = self.metrics, self.metrics.settings
+        observed, settings = self.observed, self.observed.settings
         parts = [name for name in (settings.model, settings.optimizer) if name]
         if settings.compute_dtypes:
-            parts.append(f"computed in {metrics.dtypes}")
-        if math.isfinite(metrics.scale) and metrics.has_loss_scale:
-            rule = "fixed" if metrics.is_fixed else "dynamic"
-            parts.append(f"{rule} loss scale {scale(metrics.scale)}")
-        parts.append(f"{metrics.last_step} steps")
+            parts.append(f"computed in {observed.dtypes}")
+        if math.isfinite(observed.loss_scale) and observed.records.has_loss_scale:
+            rule = "fixed" if observed.is_fixed else "dynamic"
+            parts.append(f"{rule} loss scale {scale(observed.loss_scale)}")
+        parts.append(f"{observed.last_step} steps")
         return ", ".join(parts)
 
     @cached_property
@@ -99,18 +101,20 @@ class RunSummary:
 
         Every run has the same, but that of the loss scale.
         """
-        metrics, last = self.metrics, self.run.last
+        observed, last = self.observed, self.run.last
         _, losses = self.run.series("last_loss")
-        count = metrics.skipped_steps
+        count = observed.skipped_steps
         skipped = origin = UNKNOWN
         if count is not None:
             skipped, origin = str(count), "none"
         if count:
-            skipped += f" ({share_of(count, metrics.last_step)})"
-        loss_scale = ((LOSS_SCALE, scale(metrics.scale)),) if metrics.has_loss_scale else ()
+            skipped += f" ({share_of(count, observed.last_step)})"
+        loss_scale: tuple[tuple[str, str], ...] = ()
+        if observed.records.has_loss_scale:
+            loss_scale = ((LOSS_SCALE, scale(observed.loss_scale)),)
         return (
-            ("computed in", metrics.dtypes if self.run.settings != Settings() else UNKNOWN),
-            ("steps", str(metrics.last_step)),
+            ("computed in", observed.dtypes if self.run.settings != Settings() else UNKNOWN),
+            ("steps", str(observed.last_step)),
             ("skipped steps", skipped),
             ("of these with a non-finite loss", str(last("nonfinite_loss_count", UNKNOWN))),
             ("last overflow origin", last("overflow_origin") or origin),
@@ -119,7 +123,7 @@ class RunSummary:
             ("last loss", number(losses[-1]) if losses.size else UNKNOWN),
             ("gradient elements that are zero", share(last("grad_zeros"))),
             ("gradient norm", number(last("grad_norm"))),
-            ("sampled steps", str(len(metrics.samples))),
+            ("sampled steps", str(len(observed.gradients.samples))),
         )
 
     @cached_property
@@ -129,9 +133,9 @@ class RunSummary:
         if self.run.settings != Settings():
             settings |= asdict(self.run.settings)
         hidden = ["schema", "kind", "settings", "float32_variables"]
-        if not self.metrics.has_loss_scale:
+        if not self.observed.records.has_loss_scale:
             hidden += ["rule", "loss_scale", "initial_scale", "settings_call"]
-        if self.metrics.is_fixed:
+        if self.observed.is_fixed:
             hidden += ["growth_factor", "backoff_factor", "hysteresis"]
         known = [(key, value) for key, value in settings.items() if value not in (None, "", {})]
         return tuple((key, _setting(key, value)) for key, value in known if key not in hidden)

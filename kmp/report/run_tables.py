@@ -4,9 +4,9 @@ import heapq
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from kmp.advice import WhatIf
-from kmp.advice.wording import skipped
 from kmp.diagnosis.soundness import error_origin, output_limit
 from kmp.diagnosis.thresholds import TOLERATED_UNDERFLOW
+from kmp.diagnosis.wording import skipped
 from kmp.records import ExponentHistogram, GradientSample
 from kmp.records.gradient_sample import layer_of
 from kmp.report.run_summary import RunSummary
@@ -44,13 +44,13 @@ def layer_errors(run: RunSummary) -> Table:
 
     The run has a comparison with float32. The layer where a harmful error begins is marked.
     """
-    step, replay = run.metrics.comparisons[-1]
+    step, replay = run.observed.passes.comparisons[-1]
     worst = heapq.nlargest(
         _MOST_ERRORS, replay.layer_errors, key=lambda each: (each.new_error or 0.0, each.error)
     )
     of_gradients: dict[str, Row] = {}  # by layer: of an RNN, the largest of its cells
     for gradient in sorted(replay.gradient_errors, key=lambda each: each.error):
-        layer = run.metrics.created_layer(gradient.layer)
+        layer = run.observed.model.created_layer(gradient.layer)
         of_gradients[layer] = number(gradient.error), number(gradient.noise)
     settings = run.run.settings
     classes = {settings.model: "the model", **settings.layers}
@@ -64,7 +64,7 @@ def layer_errors(run: RunSummary) -> Table:
         f" of each layer, for {replay.examples} example{'s' * (replay.examples != 1)} of a batch,"
         " in units of how outputs vary between examples."
     )
-    limit = output_limit(run.metrics.format)
+    limit = output_limit(run.observed.format)
     note = (
         "The layers with the largest new error: that of the outputs if the inputs are those of"
         f" float32. Above {limit:g} in the outputs of the model it is harmful."
@@ -72,7 +72,7 @@ def layer_errors(run: RunSummary) -> Table:
         " of the same size, both relative to their norm."
     )
     columns = ("layer", "class", "outputs", "new error", "gradients", "sampling noise")
-    origin = error_origin(replay, run.metrics.format)
+    origin = error_origin(replay, run.observed.format)
     marked = worst.index(origin) if origin in worst else None
     note = with_omitted(note, len(replay.layer_errors), _MOST_ERRORS)
     return Table(columns, tuple(rows), note, marked, intro)
@@ -87,7 +87,7 @@ def gradients(run: RunSummary) -> Table:
     shown = names[:MAX_ROWS]
     measured = next((each for each in reversed(run.run.samples) if each.has_update), None)
     updates = {} if measured is None else _updates_by_layer(measured, shown)
-    is_float16 = run.metrics.format is FLOAT16
+    is_float16 = run.observed.format is FLOAT16
     of_updates = ("update / weight", "updates lost") if is_float16 else ("update / weight",)
     nothing = ("",) * len(of_updates)
     zones = _ZONES_OF_FLOAT16 if is_float16 else _ZONES
@@ -145,7 +145,7 @@ def nonfinite_variables(run: RunSummary) -> Table:
         "not finite": run.run.last("overflows_by_variable", {}),
     }
     if not any(columns.values()):
-        is_counted = run.metrics.skipped_steps is not None
+        is_counted = run.observed.skipped_steps is not None
         return Table(note=ALL_FINITE if is_counted else "NaN and Inf were not counted.")
     note = (
         "Not finite: steps in which the variable's gradient was NaN or Inf. Origin: of these, those"
@@ -157,20 +157,20 @@ def nonfinite_variables(run: RunSummary) -> Table:
 
 def overflow_and_underflow(run: RunSummary) -> Table:
     """Returns how often each variable overflowed and underflowed, and was the origin of it."""
-    metrics = run.metrics
+    observed = run.observed
     columns = {
         "overflow origin": run.run.last("overflow_origins_by_variable", {}),
         "overflowed": run.run.last("overflows_by_variable", {}),
-        "underflow origin": metrics.underflow_origins,
-        "underflowed": metrics.underflows,
+        "underflow origin": observed.gradients.underflow_origins,
+        "underflowed": observed.gradients.underflows,
     }
     if not any(columns.values()):
-        is_counted = metrics.skipped_steps is not None
+        is_counted = observed.skipped_steps is not None
         overflow = "No variable overflowed" if is_counted else "Overflows were not counted"
         return Table(note=f"{overflow}, and no underflow was detected.")
     note = (
         "Overflowed: steps in which the variable's gradient was not finite. Underflowed: of"
-        f" {len(metrics.finite_samples)} samples, those in which more than 5 % of its nonzero"
+        f" {len(observed.gradients.finite)} samples, those in which more than 5 % of its nonzero"
         " gradient elements were subnormal in float16 or smaller, or all were zero. Origin: of"
         " these, those in which it was the variable nearest the loss. A step with a non-finite"
         " loss has no overflow origin."
@@ -194,11 +194,12 @@ def other_scales(run: RunSummary) -> Table:
 
     An empty table for a run in another format.
     """
-    if run.metrics.format is not FLOAT16:
+    if run.observed.format is not FLOAT16:
         return Table()
-    curve = run.metrics.curve
+    curve = run.observed.gradients.curve
     if curve is None:
-        return Table(note="No sampled gradient was finite." if run.metrics.samples else NOT_SAMPLED)
+        is_sampled = bool(run.observed.gradients.samples)
+        return Table(note="No sampled gradient was finite." if is_sampled else NOT_SAMPLED)
     rows = []
     for name, exponent in _scales_to_show(curve).items():
         if not curve.log2_scales[0] <= exponent <= curve.log2_scales[-1]:
@@ -209,11 +210,11 @@ def other_scales(run: RunSummary) -> Table:
         rows.append((label, underflow, shares["overflow"], shares["skipped"]))
 
     # Without samples, the curve is that of float32 references.
-    count = len(run.metrics.samples)
+    count = len(run.observed.gradients.samples)
     steps = f", and of {count} sampled step{'s' * (count > 1)}" if count else ""
     sentences = [_recommendation(curve), f"Shares of gradient elements{steps}."]
-    if run.metrics.skipped_steps is not None:
-        sentences.append(f"In the run itself, {skipped(run.metrics)}.")
+    if run.observed.skipped_steps is not None:
+        sentences.append(f"In the run itself, {skipped(run.observed)}.")
     if curve.is_measured:
         sentences.append("Measured with a float32 reference pass.")
     else:

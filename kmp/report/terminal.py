@@ -95,6 +95,8 @@ def _findings(run: RunSummary) -> Iterator[RenderableType]:
             grid.add_row("", "Change:")
         for line in finding.change.splitlines():
             grid.add_row("", Padding(_text(line, "green"), (0, 0, 0, 2)))
+        if finding.tried:
+            grid.add_row("", _text(f"Tried: {finding.tried}"))
         if finding.note:
             grid.add_row("", _text(f"Note: {finding.note}"))
         yield Text()

@@ -106,7 +106,6 @@ class BackwardOverflow(Cause):
 
     @property
     def title(self) -> str:
-        """What overflows, and at which loss scales."""
         run, name = self.run, self.run.format.name
         where = f"backward pass of {run.model.describe(self.location)}"
         if self.is_division:
@@ -134,7 +133,6 @@ class BackwardOverflow(Cause):
 
     @property
     def evidence(self) -> str:
-        """The skipped steps, their origin and the replay."""
         run, found, skipped = self.run, self.operation, skipped_with_finite_loss(self.run)
         if run.format is FLOAT16:
             skipped += f", down to a loss scale of {as_power(run.loss_scale)}"
@@ -149,9 +147,7 @@ class BackwardOverflow(Cause):
                 f" return {found.value}"
             )
         elif self.replay and self.replay.gradients.of_activations and run.format is FLOAT16:
-            layer, magnitude = max(
-                self.replay.gradients.of_activations.items(), key=itemgetter(1)
-            )
+            layer, magnitude = max(self.replay.gradients.of_activations.items(), key=itemgetter(1))
             parts.append(
                 f"replayed in float32, the gradient of the output of {layer} reaches"
                 f" {magnitude:.3g} without scaling"
@@ -165,7 +161,6 @@ class BackwardOverflow(Cause):
 
     @property
     def note(self) -> str:
-        """An alternative, or what is not known."""
         if self.run.format is not FLOAT16:
             return "" if self.replay else how_to_find_layer(self.run)
         if self.is_of_own_loss:

@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 
 from kmp.diagnosis import changes, thresholds
-from kmp.diagnosis.cause import Cause
 from kmp.diagnosis.bad_batches import keep_examples, severity_of_batches
+from kmp.diagnosis.cause import Cause
 from kmp.diagnosis.edits import Change
 from kmp.diagnosis.observations import Observations
 from kmp.diagnosis.wording import capitalized, failed_steps, finite_results, largest_value
@@ -63,7 +63,6 @@ class BadData(Cause):
 
     @property
     def is_cured_by_float32(self) -> bool:
-        """Whether layers in float32 cure it."""
         return self.is_borne
 
     @property
@@ -76,18 +75,15 @@ class BadData(Cause):
 
     @property
     def title(self) -> str:
-        """What the batch has."""
         return f"{capitalized(self.location)} contains {self._values}."
 
     @property
     def evidence(self) -> str:
-        """The steps that failed."""
         where = f"in the last such step {self.location} had {self._values}"
         return f"{failed_steps(self.run)}; {where}"
 
     @property
     def note(self) -> str:
-        """The alternative for large values."""
         how = "with its mean and standard deviation, in training and later"
         return f"or normalize {self.array}, {how}" if self.largest else ""
 

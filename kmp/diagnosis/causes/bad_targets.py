@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass
 
-from kmp.diagnosis.cause import WARNING, Cause
 from kmp.diagnosis.bad_batches import keep_examples, severity_of_batches
+from kmp.diagnosis.cause import WARNING, Cause
 from kmp.diagnosis.edits import NO_CHANGE, Change, PrepareData, SetArguments
 from kmp.diagnosis.model_names import name_of
 from kmp.diagnosis.observations import Observations
@@ -87,7 +87,6 @@ class BadTargets(Cause):
 
     @property
     def title(self) -> str:
-        """What the targets are, and should be."""
         if self.targets.is_binary:
             return (
                 f"The targets {self.array} are from {self._range}, but binary cross-entropy takes"
@@ -100,7 +99,6 @@ class BadTargets(Cause):
 
     @property
     def evidence(self) -> str:
-        """The batch that shows it."""
         if self.targets.is_binary:
             return f"in a batch of the training {self.array} was from {self._range}"
         output = f"the output {name_of(self.layer)}" if self.layer else "the output"
@@ -111,7 +109,6 @@ class BadTargets(Cause):
 
     @property
     def note(self) -> str:
-        """An alternative, or where else to change it."""
         if self.targets.is_binary:
             return "in training, in validation and later"
         means = f"if {self.marker} means that a target is missing"

@@ -6,7 +6,6 @@ from kmp.diagnosis.cause import ERROR, WARNING, Cause
 from kmp.diagnosis.observations import Observations
 from kmp.diagnosis.wording import first_few, of_a_batch
 from kmp.records import Replay
-from kmp.records.gradient_sample import layer_of
 from kmp.records.step_facts import CodeLine
 from kmp.utils.float_formats import FLOAT16
 
@@ -36,11 +35,11 @@ class ChangedGradients(Cause):
         is_in_graph = facts is not None and facts.scaling == "nonlinear"
         unscaled = replay.unscaled if replay else None
         if unscaled and unscaled.layers:
-            layers = map(run.model.created_layer, unscaled.layers)
+            layers = [run.model.created_layer(layer) for layer in unscaled.layers]
             origin = run.model.created_layer(unscaled.origin) if unscaled.origin else ""
         elif facts is not None and is_in_graph and run.has_step_of_keras:
             replay = None
-            layers = (run.model.created_layer(layer_of(path)) for path in facts.variables)
+            layers = [run.model.layer_of(path) for path in facts.variables]
         else:
             return None
         paths = list(dict.fromkeys(layers))
@@ -57,12 +56,10 @@ class ChangedGradients(Cause):
 
     @property
     def code(self) -> CodeLine | None:
-        """The operation."""
         return self.operation
 
     @property
     def title(self) -> str:
-        """Which gradients it changes."""
         layers = first_few([self.run.model.describe(layer) for layer in self.layers])
         if self.replay is None:
             return (
@@ -80,7 +77,6 @@ class ChangedGradients(Cause):
 
     @property
     def evidence(self) -> str:
-        """What the graph and a replay show."""
         if self.replay is None:
             shown = f"{self.operation} gets scaled gradients, and is not linear"
             return f"in the graph of the training step, {shown}"
@@ -95,7 +91,6 @@ class ChangedGradients(Cause):
 
     @property
     def note(self) -> str:
-        """Where to clip."""
         note = (
             "clip in the optimizer, with its clipnorm or clipvalue: it gets gradients without the"
             " loss scale"

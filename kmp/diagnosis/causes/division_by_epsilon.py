@@ -52,7 +52,6 @@ class DivisionByEpsilon(Cause):
 
     @property
     def title(self) -> str:
-        """What is 0."""
         if not self.is_float16:
             return "The optimizer divides by zero: its epsilon is 0."
         return (
@@ -62,7 +61,6 @@ class DivisionByEpsilon(Cause):
 
     @property
     def evidence(self) -> str:
-        """The skipped steps, and what float16 rounds to zero."""
         skipped = of_steps(self.run, self.run.skipped.count)
         shown = f"{skipped} were skipped, and {self.location} contains NaN or Inf since an update"
         if not self.is_float16:
@@ -71,7 +69,6 @@ class DivisionByEpsilon(Cause):
 
     @property
     def note(self) -> str:
-        """What the change does, or where the optimizer divides."""
         if not self.is_float16:
             return "where all gradients of a weight were 0, it divides 0 by epsilon"
         return "keeps weights and optimizer state in float32; or epsilon=1e-4"

@@ -86,7 +86,6 @@ class Exploding(Cause):
 
     @property
     def title(self) -> str:
-        """That it diverges, and why if the inputs are the reason."""
         if self.large_input:
             return (
                 "Training diverges: the inputs are far from unit scale, and the updates too large"
@@ -96,7 +95,6 @@ class Exploding(Cause):
 
     @property
     def evidence(self) -> str:
-        """The largest update, the losses and the skipped steps."""
         parts, skipped = [], self.run.skipped
         if self.is_estimated:
             parts.append(
@@ -123,7 +121,6 @@ class Exploding(Cause):
 
     @property
     def note(self) -> str:
-        """An alternative."""
         if self.large_input:
             rate = changes.smaller_learning_rate(self.run)
             return f"for new data too, with the same mean and deviation; or {rate}"
@@ -140,7 +137,7 @@ def _has_not_learned(run: Observations) -> bool:
         return False
     # The loss of one batch may be noisy: that of the epochs stays near the first, and falls to the
     # end.
-    _, of_epochs = run.run.metrics.get("loss", (None, np.empty(0)))
+    _, of_epochs = run.records.metrics.get("loss", (None, np.empty(0)))
     if len(of_epochs) > 1 and of_epochs.max() <= thresholds.RISING_LOSS * losses.first:
         middle = of_epochs[(len(of_epochs) - 1) // 2]
         return bool(of_epochs[-1] >= thresholds.FALLING_LOSS * middle)

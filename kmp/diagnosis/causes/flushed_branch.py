@@ -59,7 +59,6 @@ class FlushedBranch(Cause):
 
     @property
     def title(self) -> str:
-        """Which layers lose their gradients."""
         return (
             f"The gradients of {names_of(self.layers)} are mostly zero in float16, while those of"
             " other layers are not."
@@ -67,7 +66,6 @@ class FlushedBranch(Cause):
 
     @property
     def evidence(self) -> str:
-        """What a replay shows."""
         numbers = distance(self.gap)
         numbers = f"; {numbers}" if numbers else ""
         return (
@@ -78,7 +76,6 @@ class FlushedBranch(Cause):
 
     @property
     def note(self) -> str:
-        """An alternative."""
         if not self.has_headroom:
             return f"{NO_HEADROOM} {CLOSER_TERMS}"
         return "or a larger loss weight, if these layers belong to one of several outputs"
@@ -88,7 +85,7 @@ def _converged_variables(run: Observations) -> set[str]:
     """Returns the variables whose gradients have nearly vanished since earlier replays."""
     largest: dict[str, float] = {}
     newest: dict[str, float] = {}
-    for sample in run.run.references:
+    for sample in run.records.references:
         newest = dict(zip(sample.names, sample.norm.tolist(), strict=True))
         for name, norm in newest.items():
             largest[name] = max(largest.get(name, 0.0), norm)

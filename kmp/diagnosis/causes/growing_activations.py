@@ -65,14 +65,11 @@ class GrowingActivations(Cause):
 
     @property
     def title(self) -> str:
-        """How far they grow."""
-        return (
-            f"The activations grow from layer to layer, and reach {self.largest:.2g} in float32 too."
-        )
+        largest = f"{self.largest:.2g} in float32 too"
+        return f"The activations grow from layer to layer, and reach {largest}."
 
     @property
     def evidence(self) -> str:
-        """The first operation that fails, and the growth."""
         found, first, loss = next(iter(self.replay.operations), None), "", ""
         if found:
             where = self.run.model.describe(found.layer)
@@ -86,7 +83,6 @@ class GrowingActivations(Cause):
 
     @property
     def note(self) -> str:
-        """What to change."""
         also = ""
         if not self.is_from_start:
             also = ", or a smaller learning rate, if updates have made the weights so large"

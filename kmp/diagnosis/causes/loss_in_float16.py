@@ -27,7 +27,7 @@ class LossInFloat16(Cause):
     def of(cls, run: Observations) -> "LossInFloat16 | None":
         """Returns the cause if the run, with losses that are not finite, has it."""
         operations = soundness.in_float16(run.settings.step_facts)
-        is_float16 = bool(operations) or run.run.last("loss_dtype") == FLOAT16.name
+        is_float16 = bool(operations) or run.records.last("loss_dtype") == FLOAT16.name
         if run.format is not FLOAT16 or not is_float16:
             return None
         return cls(
@@ -35,7 +35,8 @@ class LossInFloat16(Cause):
             name="loss_overflow",
             location=LOSS_FUNCTION,
             change=Change(
-                changes.in_float32(run, run.settings.output_layers), "no, as no replay has this loss"
+                changes.in_float32(run, run.settings.output_layers),
+                "no, as no replay has this loss",
             ),
             operations=operations,
         )
@@ -47,17 +48,14 @@ class LossInFloat16(Cause):
 
     @property
     def code(self) -> CodeLine | None:
-        """The steepest operation."""
         return self.operations[0] if self.operations else None
 
     @property
     def title(self) -> str:
-        """In what it is computed."""
         return "The loss is computed in float16, whose maximum is 65504."
 
     @property
     def evidence(self) -> str:
-        """The failed steps, and what computes in float16."""
         if not self.operations:
             return f"{failed_steps(self.run)}, and it is a float16 tensor"
         first, *others = self.operations
@@ -70,5 +68,4 @@ class LossInFloat16(Cause):
 
     @property
     def note(self) -> str:
-        """An alternative."""
         return "or cast the outputs to float32 before the loss is computed"

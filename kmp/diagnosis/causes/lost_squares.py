@@ -81,7 +81,6 @@ class LostSquares(Cause):
 
     @property
     def title(self) -> str:
-        """What Adam divides by."""
         return (
             f"The steps of {self.run.settings.optimizer} are too large: its state is float16, where"
             " the squares of small gradients are 0, so it divides by its epsilon of"
@@ -90,7 +89,6 @@ class LostSquares(Cause):
 
     @property
     def evidence(self) -> str:
-        """The largest step."""
         return (
             f"in step {self.step}, {self.path} changed by {self.times:.3g} times the learning rate"
             f" (root mean square; 1 is usual); what a gradient below 2^{self.highest} adds to the"
@@ -99,7 +97,6 @@ class LostSquares(Cause):
 
     @property
     def note(self) -> str:
-        """What the change does, or another."""
         return "keeps weights and optimizer state in float32; or epsilon=1e-4"
 
 
@@ -108,7 +105,7 @@ def _changes(run: Observations) -> Iterator[tuple[float, str, int]]:
 
     With the path of the variable and the step.
     """
-    for sample in run.run.samples:
+    for sample in run.records.samples:
         if not (sample.has_update and sample.is_finite):
             continue
         norms, counts = sample.update_norm.tolist(), sample.updates.tolist()

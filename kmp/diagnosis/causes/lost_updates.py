@@ -41,7 +41,7 @@ class LostUpdates(Cause):
         # The weights with a nonzero gradient, and how many of them stayed, by variable.
         nonzero: Counter[str] = Counter()
         unchanged: Counter[str] = Counter()
-        for sample in run.run.samples:
+        for sample in run.records.samples:
             if sample.has_update and sample.is_finite:
                 counts = sample.elements - sample.zeros
                 lost = np.maximum(counts - sample.updates, 0)
@@ -69,7 +69,6 @@ class LostUpdates(Cause):
 
     @property
     def title(self) -> str:
-        """Which weights lose updates."""
         where = "the weights"
         if self.layers:
             where += f" of {', '.join(repr(name_of(layer)) for layer in self.layers[:3])}"
@@ -80,7 +79,6 @@ class LostUpdates(Cause):
 
     @property
     def evidence(self) -> str:
-        """How many weights stayed as they were."""
         number_format = self.number_format
         most = f", most of {self.variables[0]}" if self.variables else ""
         smallest = f"2^-{number_format.fraction_bits + 2} of its magnitude"
@@ -92,7 +90,6 @@ class LostUpdates(Cause):
 
     @property
     def note(self) -> str:
-        """What the change does, or another for a model from a file."""
         note = "keeps the weights in float32"
         if isinstance(self.change.edits[0], PrepareData):
             return (

@@ -90,17 +90,14 @@ class NonfiniteForward(Cause):
 
     @property
     def is_cured_by_float32(self) -> bool:
-        """Whether layers in float32 cure it: they do."""
         return True
 
     @property
     def code(self) -> CodeLine | None:
-        """The operation."""
         return self.operation.code if self.operation else None
 
     @property
     def title(self) -> str:
-        """What the operation does."""
         found, number_format = self.operation, self.run.format
         name, where = number_format.name, self.run.model.describe(self.location)
         subject = capitalized(where)
@@ -124,7 +121,6 @@ class NonfiniteForward(Cause):
 
     @property
     def evidence(self) -> str:
-        """The failed steps, and what the operation returns for which operand."""
         found, loss = self.operation, self.replay.float32_loss
         in_float32 = "all outputs are finite"  # the loss is not known where a step scales none
         if loss is not None:

@@ -42,7 +42,6 @@ class NonfiniteGradients(Cause):
 
     @property
     def code(self) -> CodeLine | None:
-        """The operation."""
         return self.operation.code if self.operation else None
 
     @property
@@ -52,7 +51,6 @@ class NonfiniteGradients(Cause):
 
     @property
     def title(self) -> str:
-        """Where the gradients are NaN or Inf."""
         where = f"gradients near {self.origin or 'the loss'}"
         if self.operation:
             where = f"backward pass of {self.run.model.describe(self.operation.layer)}"
@@ -64,14 +62,11 @@ class NonfiniteGradients(Cause):
             )
         too = "" if self.run.format is FLOAT32 else ", in float32 too"
         if self.is_slope:
-            return (
-                f"The {where} divides by 0{too}: the slope of a root or a norm is infinite at 0."
-            )
+            return f"The {where} divides by 0{too}: the slope of a root or a norm is infinite at 0."
         return f"NaN or Inf in the {where}{too}."
 
     @property
     def evidence(self) -> str:
-        """The skipped steps and the replay."""
         operation, found = "", self.operation
         if found:
             operation = f": {found.operation} is the first to return {found.value}"
@@ -83,7 +78,6 @@ class NonfiniteGradients(Cause):
 
     @property
     def note(self) -> str:
-        """Where to look."""
         cast = cast_by_hand(self.operation)
         if cast:
             return note_of_cast(cast, self.run)

@@ -31,7 +31,6 @@ class NonfiniteInFloat32(Cause):
 
     @property
     def code(self) -> CodeLine | None:
-        """The operation."""
         return self.operation.code if self.operation else None
 
     @property
@@ -44,17 +43,17 @@ class NonfiniteInFloat32(Cause):
 
     @property
     def title(self) -> str:
-        """In which precision it is NaN or Inf."""
         cast = cast_by_hand(self.operation)
         if self.run.format is FLOAT32:
             return f"The loss is NaN or Inf{self._first}."
         if cast:
-            return f"The loss is NaN or Inf, computed in {cast} whatever the dtypes of the layers are."
+            return (
+                f"The loss is NaN or Inf, computed in {cast} whatever the dtypes of the layers are."
+            )
         return "The loss is NaN or Inf in float32 too."
 
     @property
     def evidence(self) -> str:
-        """The failed steps and the replay."""
         if self.run.format is FLOAT32:
             return f"{failed_steps(self.run)}; replayed, it is not finite either"
         how = "with layers in float32" if cast_by_hand(self.operation) else "in float32"
@@ -62,7 +61,6 @@ class NonfiniteInFloat32(Cause):
 
     @property
     def note(self) -> str:
-        """Where to look."""
         cast = cast_by_hand(self.operation)
         look = "look at that operation, and at what the batch contains"
         if self.run.format is FLOAT32:

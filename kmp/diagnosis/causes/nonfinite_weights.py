@@ -42,13 +42,11 @@ class NonfiniteWeights(Cause):
 
     @property
     def title(self) -> str:
-        """The first variable."""
         before = " before training begins" if self.is_from_start else ""
         return f"{self.variables[0]} contains NaN or Inf{before}, so every loss is NaN."
 
     @property
     def evidence(self) -> str:
-        """The failed steps and the number of variables."""
         contain = "contains" if len(self.variables) == 1 else "contain"
         count = counted(len(self.variables), "variable")
         unchanged = ", and no step has changed the weights" if self.is_from_start else ""
@@ -56,7 +54,6 @@ class NonfiniteWeights(Cause):
 
     @property
     def note(self) -> str:
-        """What made them so."""
         if not self.is_from_start:
             return "an update made them so; train again from weights that are finite"
         return (

@@ -28,7 +28,7 @@ class Repaired(Cause):
         if run.repair is None:
             return None
         layers: list[str] = []
-        for row in run.complete_run.rows:
+        for row in run.all_records.rows:
             layers += row.fallback or ()
         return cls(
             run=run,
@@ -42,7 +42,6 @@ class Repaired(Cause):
 
     @property
     def title(self) -> str:
-        """Which layers compute in float32 since when."""
         layers = self.run.model.describe_repaired(self.layers)
         computes = "computes" if len(self.layers) == 1 else "compute"
         return (
@@ -52,13 +51,12 @@ class Repaired(Cause):
 
     @property
     def evidence(self) -> str:
-        """The reason of the repair."""
         return (self.record.fallback_reason or "").rstrip(".")
 
 
 def _tried(run: Observations, repair: Record) -> str:
     """Returns what the replay with the layers of a repair in float32 showed."""
-    replays = [replay for at, replay in run.run.replays if at == repair.step]
+    replays = [replay for at, replay in run.records.replays if at == repair.step]
     proof = next((replay for replay in reversed(replays) if replay.is_finite), None)
     layers = run.model.describe_repaired(repair.fallback or [])
     if proof is None:

@@ -40,7 +40,6 @@ class RoundedBefore(Cause):
 
     @property
     def code(self) -> CodeLine | None:
-        """The operation that the constants make NaN or Inf."""
         found = self.rounded.operation
         return found.code if found else None
 
@@ -61,7 +60,6 @@ class RoundedBefore(Cause):
 
     @property
     def title(self) -> str:
-        """What the operation does, and what the program has made before."""
         found, first = self.rounded.operation, self.rounded.constants[0]
         made = (
             f"the program makes {self._constant} in {first.dtype}, before the training step gets"
@@ -76,7 +74,6 @@ class RoundedBefore(Cause):
 
     @property
     def evidence(self) -> str:
-        """The replay in float32, and with other numbers in the place of the constants."""
         found, first = self.rounded.operation, self.rounded.constants[0]
         shown = ""
         if found:
@@ -94,7 +91,6 @@ class RoundedBefore(Cause):
 
     @property
     def note(self) -> str:
-        """Where to make the constants, and in which dtype."""
         dtype = self.rounded.constants[0].dtype
         return (
             f"compute {self._it} with dtype='float32' from the beginning, in place of the compute"

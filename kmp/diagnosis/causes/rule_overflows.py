@@ -93,7 +93,6 @@ class RuleOverflows(Cause):
 
     @property
     def title(self) -> str:
-        """What the rule does."""
         if self.is_stuck:
             return "`hysteresis` is too large: the loss scale overflows, and does not back off."
         what = "The loss scale grows too fast, or backs off too slowly"
@@ -103,7 +102,6 @@ class RuleOverflows(Cause):
 
     @property
     def evidence(self) -> str:
-        """The skipped steps and the settings."""
         settings = self.run.settings
         if self.is_stuck:
             return (

@@ -129,7 +129,6 @@ class ScaleTooLarge(Cause):
 
     @property
     def title(self) -> str:
-        """The setting and its value."""
         scale = as_power(self.scale)
         if self.is_needless:
             name = self.run.format.name
@@ -139,13 +138,12 @@ class ScaleTooLarge(Cause):
 
     @property
     def evidence(self) -> str:
-        """The skipped steps, and the scale that does."""
         run = self.run
         if self.is_needless:
-            name, dtypes = run.format.name, " and ".join(run.settings.compute_dtypes)
+            name = run.format.name
             wide = "has a wide range" if name == "float32" else "has float32's range"
-            computed = f"the model computes in {dtypes or 'an unknown dtype'}"
-            return f"{skipped_with_finite_loss(run)}; {computed}, and {name} {wide}"
+            skipped = skipped_with_finite_loss(run)
+            return f"{skipped}; the model computes in {run.dtypes}, and {name} {wide}"
         parts = [
             f"{of_steps(run, self.skipped)} overflowed in the backward pass with a finite loss"
         ]
@@ -165,7 +163,6 @@ class ScaleTooLarge(Cause):
 
     @property
     def note(self) -> str:
-        """A fixed scale that does."""
         if self.location != "loss_scale" or self.suitable is None:
             return ""
         return f"or loss_scale={power(math.log2(self.suitable))}"

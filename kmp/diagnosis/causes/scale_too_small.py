@@ -86,7 +86,6 @@ class ScaleTooSmall(Cause):
 
     @property
     def title(self) -> str:
-        """What the scale loses, or why it cannot be larger."""
         if self.largest:
             return f"The gradients of {self.largest} keep the loss scale too low for the others."
         effect = "is too small: gradients are lost to underflow"
@@ -96,7 +95,6 @@ class ScaleTooSmall(Cause):
 
     @property
     def evidence(self) -> str:
-        """The elements that underflow, and the headroom."""
         run, gradients, headroom = self.run, self.run.gradients, self.run.gradients.headroom
         subnormal = (
             f"{self.subnormal_share:.1%} of the nonzero sampled gradient elements are subnormal in"
@@ -132,7 +130,6 @@ class ScaleTooSmall(Cause):
 
     @property
     def note(self) -> str:
-        """What to try if a larger scale would overflow."""
         if not self.largest:
             return ""
         layer = self.run.model.layer_of(self.largest)
@@ -141,7 +138,7 @@ class ScaleTooSmall(Cause):
 
 def largest_usable_scale(run: Observations) -> Edits:
     """Returns the largest scale that the samples or a replay allow, or a dynamic one."""
-    curve, highest = run.gradients.curve, usable_scale(run.run)
+    curve, highest = run.gradients.curve, usable_scale(run.records)
     best = round(math.log2(DynamicScale.initial_scale))
     if curve and curve.recommended:
         best = curve.recommended[1]

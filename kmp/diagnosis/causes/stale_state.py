@@ -53,16 +53,16 @@ class StaleState(Cause):
 
     @property
     def title(self) -> str:
-        """Which state stays behind."""
         where = self.run.model.describe(self.location)
         stays = f"The state {name_of(self.error.path)!r} of {where} stays behind:"
         if self.is_cured_by_float32:
             return f"{stays} {self.run.format.name} has too few bits for its updates."
-        return f"{stays} it is a {self.error.dtype} variable, which has too few bits for its updates."
+        return (
+            f"{stays} it is a {self.error.dtype} variable, which has too few bits for its updates."
+        )
 
     @property
     def evidence(self) -> str:
-        """The error of an update, and the noise of a batch."""
         error = self.error
         than = "from float32" if self.is_cured_by_float32 else "from that to a float32 variable"
         noise = f"for another batch it would differ by {percent(error.noise)}"
@@ -76,7 +76,6 @@ class StaleState(Cause):
 
     @property
     def note(self) -> str:
-        """An alternative, or what does not help."""
         if self.is_cured_by_float32:
             return "or create the weight in float32, with autocast=False"
         return (

@@ -30,16 +30,14 @@ class UnexplainedLoss(Cause):
 
     @property
     def title(self) -> str:
-        """What is NaN or Inf."""
         if self.has_finite_outputs:
             return "The loss function returns NaN or Inf for finite outputs."
-        if self.run.run.has_loss_scale:
+        if self.run.records.has_loss_scale:
             return "The loss is NaN or Inf before scaling, so no loss scale helps."
         return "The loss is NaN or Inf."
 
     @property
     def evidence(self) -> str:
-        """The failed steps."""
         skipped, pattern = self.run.skipped, "that is most steps"
         if self.has_finite_outputs:
             pattern = "replayed, the outputs of the model are finite"
@@ -51,7 +49,6 @@ class UnexplainedLoss(Cause):
 
     @property
     def note(self) -> str:
-        """How to find the layer."""
         if self.has_finite_outputs:
             return "compute the loss in float32, and clip the argument of a log"
         return how_to_find_layer(self.run)

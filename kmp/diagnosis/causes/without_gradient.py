@@ -70,7 +70,6 @@ class WithoutGradient(Cause):
 
     @property
     def title(self) -> str:
-        """Which variables they are."""
         variables = first_few(self.variables)
         if self.name == "untrained":
             return f"The training does not pass {variables} to the optimizer."
@@ -83,7 +82,6 @@ class WithoutGradient(Cause):
 
     @property
     def evidence(self) -> str:
-        """How many they are, and in how many samples."""
         count = len(self.variables)
         if self.name == "untrained":
             optimizer = self.run.settings.optimizer or "the optimizer"
@@ -104,7 +102,6 @@ class WithoutGradient(Cause):
 
     @property
     def note(self) -> str:
-        """What may be the reason."""
         if self.name == "untrained":
             return (
                 "not a matter of precision: pass their gradients to `apply` too, or set"

@@ -60,18 +60,15 @@ class WrongGradients(Cause):
 
     @property
     def is_cured_by_float32(self) -> bool:
-        """Whether layers in float32 cure it: they do."""
         return True
 
     @property
     def code(self) -> CodeLine | None:
-        """The operation that overflows in the loss."""
         found = soundness.overflow_inside(self.replay) if self.is_of_loss else None
         return found.code if found else None
 
     @property
     def title(self) -> str:
-        """Where the error begins."""
         name, describe = self.run.format.name, self.run.model.describe
         if not self.is_of_loss:
             return f"The gradients of {describe(self.layer)} are not those of float32."
@@ -81,14 +78,14 @@ class WrongGradients(Cause):
             returned = f"{found.operation} in it returns {found.value} in {name}"
             return f"The loss{added} is not that of float32: {returned}."
         operation = soundness.worst_lossy_operation(self.replay, LOSS_FUNCTION.__eq__)
-        if operation is None and self.run.run.last("loss_dtype") == FLOAT32.name:
-            return f"The loss is not that of float32: it magnifies the rounding of the outputs in {name}."
+        if operation is None and self.run.records.last("loss_dtype") == FLOAT32.name:
+            magnifies = f"it magnifies the rounding of the outputs in {name}"
+            return f"The loss is not that of float32: {magnifies}."
         reason = f"it {lossy(operation)}" if operation else too_few_bits(name)
         return f"The loss is not that of float32, though the outputs are: {reason}."
 
     @property
     def evidence(self) -> str:
-        """The errors of the loss and the gradients, and the noise of a batch."""
         replay, error = self.replay, self.error
         differ = f"{of_a_batch(replay)} they differ"
         if self.is_of_loss:

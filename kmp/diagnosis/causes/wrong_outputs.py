@@ -54,7 +54,6 @@ class WrongOutputs(Cause):
 
     @property
     def is_cured_by_float32(self) -> bool:
-        """Whether layers in float32 cure it: they do."""
         return True
 
     @property
@@ -66,7 +65,6 @@ class WrongOutputs(Cause):
 
     @property
     def title(self) -> str:
-        """Where the error begins, and why."""
         where = self.run.model.describe(self.location)
         if self.origin is not None:
             reason, _ = self._reason
@@ -81,7 +79,6 @@ class WrongOutputs(Cause):
 
     @property
     def evidence(self) -> str:
-        """The errors of the model, of the layer alone, and of the loss."""
         replay, detail = self.replay, "; no layer adds to this"
         if self.origin is not None:
             _, seen = self._reason

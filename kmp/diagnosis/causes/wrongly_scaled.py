@@ -9,7 +9,6 @@ from kmp.diagnosis.edits import NO_CHANGE, Change, PrepareData
 from kmp.diagnosis.observations import Observations
 from kmp.diagnosis.wording import first_few, of_a_batch
 from kmp.records import Replay
-from kmp.records.gradient_sample import layer_of
 from kmp.records.step_facts import CodeLine, StepFacts
 from kmp.utils.float_formats import FLOAT16
 
@@ -83,8 +82,7 @@ class WronglyScaled(Cause):
             times = unscaled.times
             if not unscaled.layers:  # all gradients grow with the scale: a clip has changed none
                 severity = WARNING
-        paths = dict.fromkeys(run.model.created_layer(layer_of(path)) for path in facts.variables)
-        layers = list(paths)
+        layers = list(dict.fromkeys(map(run.model.layer_of, facts.variables)))
         is_of_part = facts.scaling == "unscaled" and bool(layers)
         return cls(
             run=run,
@@ -130,7 +128,6 @@ class WronglyScaled(Cause):
 
     @property
     def code(self) -> CodeLine | None:
-        """The operation."""
         return self.operation
 
     @property
@@ -141,7 +138,6 @@ class WronglyScaled(Cause):
 
     @property
     def title(self) -> str:
-        """What the step does."""
         if self.kind != "unscaled":
             return _TITLES[self.kind]
         if self._is_of_other_loss:
@@ -162,7 +158,6 @@ class WronglyScaled(Cause):
 
     @property
     def evidence(self) -> str:
-        """What the graph or a replay shows, and how small the gradients are."""
         times = ""
         if self.times and self.times >= 1.0:
             times = f"; the gradients that the optimizer gets are {self.times:,.0f} times too small"
@@ -191,7 +186,6 @@ class WronglyScaled(Cause):
 
     @property
     def note(self) -> str:
-        """How to write the step."""
         optimizer = _optimizer(self.run)
         if self.kind != "unscaled":
             return _NOTES[self.kind].format(optimizer=optimizer)
@@ -208,7 +202,8 @@ class WronglyScaled(Cause):
 
 def _optimizer(run: Observations) -> str:
     """Returns what the step calls the optimizer."""
-    return "self.optimizer" if run.settings.in_fit else "optimizer"
+    is_of_model = run.settings.in_fit or run.settings.train_step == "custom"
+    return "self.optimizer" if is_of_model else "optimizer"
 
 
 def _change(run: Observations, kind: str) -> Change:
