@@ -3,30 +3,11 @@
 from dataclasses import dataclass
 
 from kmp.advice import ComputeInFloat32, PrepareData, SetArguments
+from kmp.diagnosis import names_of_causes
 
 Edit = ComputeInFloat32 | PrepareData | SetArguments
 
-CAUSES: dict[str, str] = {
-    "lost_updates": "weights in 16 bits, and updates below half a step of them",
-    "optimizer_state": "an epsilon of the optimizer that is 0, or too small for its 16-bit state",
-    "exploding": "a learning rate that is too large",
-    "data": "inputs with NaN, or beyond the range of the format",
-    "targets": "targets with NaN, or that are not those the loss takes",
-    "constant": "a constant of the program that the format rounds to 0 or Inf",
-    "forward_overflow": "an operation of the forward pass exceeds the range",
-    "forward_underflow": "a result of the forward pass is rounded to 0, and a later one is Inf",
-    "rounding": "a result is rounded below 0, outside the domain of the next operation",
-    "loss_overflow": "the loss, or a term of it, exceeds the range",
-    "loss": "the loss is NaN or Inf in float32 too",
-    "backward_overflow": "the gradients of an operation exceed the range at any useful loss scale",
-    "precision_loss": "values are finite, but too few of their bits are right",
-    "unscaled_loss": "the training step does not scale the loss as often as it unscales gradients",
-    "scale_too_small": "the loss scale leaves the gradients to underflow",
-    "branch_underflow": "the gradients of one branch of the model underflow, others do not",
-    "scale_too_large": "the loss scale makes gradients overflow",
-    "growth_interval_too_small": "the loss scale grows faster than it backs off",
-    "dead": "units whose gradient is always 0",
-}
+CAUSES = names_of_causes()
 
 
 @dataclass(frozen=True)

@@ -13,13 +13,8 @@ class Finding:
     """One problem of a run. Its texts have names as in the log; `str` escapes control characters.
 
     Args:
-        cause: Short name of the cause. Of skipped steps: `"data"`, `"targets"`,
-            `"optimizer_state"`, `"exploding"`, `"constant"`, `"forward_overflow"`,
-            `"forward_underflow"`, `"rounding"`, `"loss_overflow"`, `"loss"`,
-            `"backward_overflow"` or `"scale_too_large"`. Of what 16 bits lose: `"precision_loss"`,
-            `"unscaled_loss"`, `"lost_updates"`, `"branch_underflow"`, `"scale_too_small"` or
-            `"range"`. Of settings: `"growth_interval_too_small"`, `"hysteresis_too_large"` or
-            `"initial_scale"`. Or `"float32_fallback"`, `"dead"`, `"unused"` or `"untrained"`.
+        cause: Short name of the cause, such as `"forward_overflow"`;
+            [What kmp advises, tested](../advice.md) lists them.
         severity: `"error"` if the run is broken, `"warning"` if it loses accuracy or time, or
             `"info"`.
         title: The problem, as a sentence.

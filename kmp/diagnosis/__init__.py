@@ -6,7 +6,7 @@ change and sentences. `causes_of` returns what a report says, and `cure_of` what
 thresholds stand in `thresholds`.
 """
 
-from kmp.diagnosis.cause import ERROR, INFO, SEVERITIES, WARNING, Cause
+from kmp.diagnosis.cause import ERROR, INFO, SEVERITIES, WARNING, Cause, names_of_causes
 from kmp.diagnosis.edits import Change, ComputeInFloat32, Edit, PrepareData, SetArguments
 from kmp.diagnosis.ladder import causes_of
 from kmp.diagnosis.loss_scale_sweep import WhatIf, what_if
@@ -33,6 +33,7 @@ __all__ = [
     "cure_of",
     "incurable_cause_of",
     "name_of",
+    "names_of_causes",
     "since_last_repair",
     "verdict",
     "what_if",

@@ -48,18 +48,13 @@ def flushed_branch(shares: Shares, layer_of: LayerOf, next_layers: NextLayers) -
         alive = list(dict.fromkeys(map(layer_of, kept)))
         graph = _Graph(order, next_layers)
         flushed = [layer for layer in flushed if not graph.is_followed_by(layer, alive)]
-    elif not _is_branch_by_order(list(shares), kept, flushed, layer_of):
-        return []
+    else:  # those nearest the input are no branch
+        names = list(shares)
+        last = max(index for index, name in enumerate(names) if layer_of(name) in flushed)
+        if names.index(kept[0]) > last:
+            return []
     variables = sum(layer_of(name) in flushed for name in shares)
     return flushed if variables + len(kept) >= len(shares) / 2 else []
-
-
-def _is_branch_by_order(
-    names: list[str], kept: list[str], flushed: list[str], layer_of: LayerOf
-) -> bool:
-    """Whether the flushed layers are not the ones nearest the input."""
-    last = max(index for index, name in enumerate(names) if layer_of(name) in flushed)
-    return names.index(kept[0]) <= last
 
 
 class _Graph:

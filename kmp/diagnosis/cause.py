@@ -1,6 +1,8 @@
 """A cause of a problem: its numbers, its location, the change that cures it, and its sentences."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 from kmp.diagnosis.edits import NO_CHANGE, Change
 from kmp.diagnosis.observations import Observations
@@ -19,12 +21,17 @@ class Cause:
 
     Args:
         run: What was observed.
-        name: Short name, see `kmp.advice.Finding`.
+        name: Short name, such as `"data"`; see `names_of_causes`.
         severity: `"error"`, `"warning"` or `"info"`.
         location: The path of the layer or variable, the part of the batch, `"the loss function"`
             or the argument that it is about; empty if it is about all of the model.
         change: What to change in the program.
+
+    Attributes:
+        names: What each name means that no other class of causes describes, in a few words.
     """
+
+    names: ClassVar[Mapping[str, str]] = {}
 
     run: Observations = field(repr=False, compare=False)
     name: str
@@ -61,3 +68,11 @@ class Cause:
     def is_cured_by_float32(self) -> bool:
         """Whether layers in float32 cure it."""
         return False
+
+
+def names_of_causes() -> dict[str, str]:
+    """Returns what the name of each cause means, in a few words, in alphabetical order."""
+    names: dict[str, str] = {}
+    for kind in Cause.__subclasses__():
+        names |= kind.names
+    return dict(sorted(names.items()))

@@ -14,7 +14,7 @@ from kmp.diagnosis.sample_statistics import (
     unscaled_counts,
     usable,
 )
-from kmp.records import GradientSample, Record, Replay, Run
+from kmp.records import GradientSample, Record, Run
 from kmp.records.run import RUN_EXPECTED
 from kmp.utils import validation
 from kmp.utils.float_formats import FLOAT16, FLOAT32
@@ -145,15 +145,13 @@ def usable_scale(run: Run) -> float:
 
     It is inf without a replay, and 0 if the backward pass of a replay needs float32 at every scale.
     """
-    scales = (_usable_in(replay) for _, replay in run.replays)
-    return min(scales, default=math.inf)
-
-
-def _usable_in(replay: Replay) -> float:
-    overflows_backward = replay.is_finite_forward and not replay.is_finite
-    if overflows_backward and replay.float32_layers:
-        return 0.0
-    return replay.gradients.usable_scale or math.inf
+    lowest = math.inf
+    for _, replay in run.replays:
+        overflows_backward = replay.is_finite_forward and not replay.is_finite
+        if overflows_backward and replay.float32_layers:
+            return 0.0
+        lowest = min(lowest, replay.gradients.usable_scale or math.inf)
+    return lowest
 
 
 @dataclass(frozen=True, eq=False)
@@ -189,7 +187,11 @@ def sweep(
         return None
     newest = samples[-1] if samples else measured[-1]
     in_use = math.log2(newest.loss_scale)
-    elements = _elements_of(measured)
+    elements = _Elements(
+        counts=unscaled_counts(measured),
+        zeros=float(sum(sample.zero_count for sample in measured)),
+        largest=np.array([sample.largest for sample in measured]),
+    )
     if exact:
         elements = _with_flushed(elements, exact)
     largest = float(elements.largest.max())
@@ -208,14 +210,6 @@ def sweep(
         in_use=in_use,
         is_measured=bool(exact),
         recommended=recommended,
-    )
-
-
-def _elements_of(samples: Sequence[SampleStatistics]) -> _Elements:
-    return _Elements(
-        counts=unscaled_counts(samples),
-        zeros=float(sum(sample.zero_count for sample in samples)),
-        largest=np.array([sample.largest for sample in samples]),
     )
 
 

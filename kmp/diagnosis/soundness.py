@@ -245,13 +245,12 @@ def error_origin(replay: Replay, number_format: FloatFormat = FLOAT16) -> LayerE
         return None
     limit = thresholds.HARMFUL_OUTPUT_ERROR
     adding = [each for each in replay.layer_errors if _added(each) > limit]
-    suspects = adding or _errors_with_lost_weights(replay)
+    with_lost_weights = [
+        each for each in replay.layer_errors if lost_weights_of(replay, each.layer)
+    ]
+    suspects = adding or with_lost_weights
     cured = [each for each in suspects if each.layer in replay.float32_layers]
     return max(cured or adding, key=_added, default=None)
-
-
-def _errors_with_lost_weights(replay: Replay) -> list[LayerError]:
-    return [each for each in replay.layer_errors if lost_weights_of(replay, each.layer)]
 
 
 def _added(error: LayerError) -> float:

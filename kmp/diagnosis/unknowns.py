@@ -33,25 +33,49 @@ def doubt(unknown: str, remedy: str) -> str:
 
 def _not_compared(run: Observations) -> Iterator[str]:
     """Yields what of outputs and gradients was not compared with float32."""
-    harmful = [step for step, replay in run.passes.comparisons if _has_harmful_errors(replay)]
+    comparisons, harmful = run.passes.comparisons, []
+    for step, replay in comparisons:
+        # By the limits of float16, which are stricter: between these and others nothing is known.
+        is_large = (replay.output_error or 0.0) > thresholds.HARMFUL_OUTPUT_ERROR
+        if is_large or soundness.is_harmful(replay, FLOAT16):
+            harmful.append(step)
     if harmful:
-        of_all = f"in {len(harmful)} of {counted(len(run.passes.comparisons), 'comparison')}"
+        of_all = f"in {len(harmful)} of {counted(len(comparisons), 'comparison')}"
         errors = f"the errors of outputs or gradients at step {harmful[-1]}, {of_all},"
         yield doubt(f"what {errors} did to the training", FLOAT32_TRAINING)
-    elif len(run.passes.comparisons) < thresholds.FEW_COMPARISONS or not run.passes.are_late:
-        why, remedy = _why_not(run)
+    elif len(comparisons) < thresholds.FEW_COMPARISONS or not run.passes.are_late:
+        compared = "no batch of its second half was"
+        if len(comparisons) < thresholds.FEW_COMPARISONS:
+            compared = "only 1 batch of the run was"
+        if not comparisons:
+            compared = "no batches of the run were"
+        why, remedy = _why_not_compared(run)
         what = "how far outputs and gradients are from those in float32"
-        yield doubt(f"{what}, because {_compared_batches(run)} compared{why}", remedy)
+        yield doubt(f"{what}, because {compared} compared{why}", remedy)
     else:
-        yield from _missing_in(run, [replay for _, replay in run.passes.comparisons])
+        yield from _missing_in(run, [replay for _, replay in comparisons])
+
+
+def _why_not_compared(run: Observations) -> tuple[str, str]:
+    """Returns why batches were not compared, in parentheses, and what would compare them."""
+    missing, replays = missing_replays(run), run.passes.all
+    if run.records.last("replay_error") is not None or not replays:
+        return f" ({missing.reason})" if missing.reason else "", missing.remedy
+    reason = ""
+    if not any(replay.is_finite for replay in replays):
+        reason = " (the replayed ones were not finite)"
+    elif not run.passes.comparisons:
+        reason = " (the forward pass draws random numbers that differ by pass)"
+    return reason, FLOAT32_TRAINING
 
 
 def _missing_in(run: Observations, comparisons: list[Replay]) -> Iterator[str]:
     """Yields what some of the comparisons lack."""
     if any(replay.is_forward_only for replay in comparisons):
         unknown, remedy = "how far gradients are from those in float32", FLOAT32_TRAINING
-        is_loop = run.settings.train_step == "keras"
-        if is_loop and not _is_scaled_right(run):  # but a loop of the user's own has trained
+        facts = run.settings.step_facts
+        is_scaled_right = facts is not None and facts.scaling == "right"
+        if run.settings.train_step == "keras" and not is_scaled_right:  # but a loop has trained
             unknown += ", and whether the loop scales, clips and unscales them in the right order"
             remedy = f"the same step as the `train_step` of a model in `fit`; or {remedy}"
         yield doubt(
@@ -65,40 +89,6 @@ def _missing_in(run: Observations, comparisons: list[Replay]) -> Iterator[str]:
             " because the replayed batch could not be halved or the replay took too long",
             FLOAT32_TRAINING,
         )
-
-
-def _is_scaled_right(run: Observations) -> bool:
-    """Whether the graph of the step shows that all gradients are scaled as `apply` expects."""
-    return run.settings.step_facts is not None and run.settings.step_facts.scaling == "right"
-
-
-def _has_harmful_errors(replay: Replay) -> bool:
-    output_error = replay.output_error or 0.0
-    # With the limits of float16, which are stricter: between these and others nothing is known.
-    is_harmful = soundness.is_harmful(replay, FLOAT16)
-    return is_harmful or output_error > thresholds.HARMFUL_OUTPUT_ERROR
-
-
-def _compared_batches(run: Observations) -> str:
-    if not run.passes.comparisons:
-        return "no batches of the run were"
-    if len(run.passes.comparisons) < thresholds.FEW_COMPARISONS:
-        return "only 1 batch of the run was"
-    return "no batch of its second half was"
-
-
-def _why_not(run: Observations) -> tuple[str, str]:
-    """Returns why batches were not compared, in parentheses, and what would compare them."""
-    missing = missing_replays(run)
-    has_failed = run.records.last("replay_error") is not None
-    if has_failed or not run.passes.all:
-        return f" ({missing.reason})" if missing.reason else "", missing.remedy
-    if not any(replay.is_finite for replay in run.passes.all):
-        return " (the replayed ones were not finite)", FLOAT32_TRAINING
-    if not run.passes.comparisons:
-        reason = " (the forward pass draws random numbers that differ by pass)"
-        return reason, FLOAT32_TRAINING
-    return "", FLOAT32_TRAINING
 
 
 def _states_in_16_bits(run: Observations) -> Iterator[str]:
@@ -117,32 +107,29 @@ def _states_in_16_bits(run: Observations) -> Iterator[str]:
 
 def _overflows(run: Observations) -> Iterator[str]:
     """Yields whether it is known how many steps overflow, and why."""
-    if run.all_records.last("overflow_count") is None:
+    skipped, has_loss_scale = run.skipped, run.records.has_loss_scale
+    if run.skipped_steps is None:
         remedy = "kmp.callbacks.defaults(), which counts them"
         yield doubt("how many steps were skipped", remedy)
-    are_later = run.skipped.count != run.skipped.start.overflows and not _is_settling(run)
-    if are_later and run.skipped.count > thresholds.MANY_SKIPPED * run.skipped.steps:
+    # The scale may fall until it suits the gradients, which the last step must not belong to. One
+    # that grows too fast has a finding.
+    is_dynamic = has_loss_scale and not run.is_fixed
+    is_at_start = skipped.count == skipped.start.overflows
+    if is_dynamic and not skipped.in_a_row:
+        is_at_start |= skipped.count <= thresholds.SKIPPED_AT_START
+    if not is_at_start and skipped.count > thresholds.MANY_SKIPPED * skipped.steps:
         remedy = "a longer run"
-        if run.records.has_loss_scale:
+        if has_loss_scale:
             remedy += ", because a dynamic scale settles after its first steps"
         yield doubt("why steps overflow", remedy)
-
-
-def _is_settling(run: Observations) -> bool:
-    """Whether the skipped steps are those of a scale that falls until it suits the gradients.
-
-    Which the last one must not belong to. A scale that grows too fast has a finding.
-    """
-    if run.is_fixed or not run.records.has_loss_scale or run.skipped.in_a_row:
-        return False
-    return run.skipped.count <= thresholds.SKIPPED_AT_START
 
 
 def _samples(run: Observations) -> Iterator[str]:
     """Yields what the samples do not show of the start, the middle and the end of a run."""
     what, samples = "the gradients of the whole run", run.gradients.finite
     if len(samples) < thresholds.FEW_SAMPLES:
-        taken = f"{counted(len(samples), 'finite sample')} in {counted(run.skipped.steps, 'step')}"
+        steps = counted(run.skipped.steps, "step")
+        taken = f"{counted(len(samples), 'finite sample')} in {steps}"
         yield doubt(f"{what}, because there are only {taken}", "a longer run")
     elif 2 * max(sample.step for sample in samples) < run.last_step:
         remedy = "a smaller every_n_steps in kmp.callbacks.defaults()"
@@ -151,44 +138,33 @@ def _samples(run: Observations) -> Iterator[str]:
 
 def _zeros(run: Observations) -> Iterator[str]:
     """Yields what is not known of zeros in the samples, and of what a replay shows as flushed."""
-    if _has_doubtful_zeros(run):
-        share = f"{run.gradients.unexplained_zero_share:.1%}"
-        zeros = f"the gradient elements that are exactly zero, {share}"
+    gradients = run.gradients
+    variables, share = gradients.unexplained_zero_variables, gradients.unexplained_zero_share
+    are_doubtful = share > thresholds.MANY_ZEROS or bool(variables)
+    if gradients.curve is not None and gradients.curve.is_measured:
+        are_doubtful = gradients.lost_norm > thresholds.MUCH_LOST
+    if are_doubtful:
+        including = ""
+        if variables:
+            count = f"{len(variables)} variables"
+            including = f", including all of {variables[0] if len(variables) == 1 else count}"
         yield doubt(
-            f"whether float16 flushed {zeros}{_including_variables(run)}",
+            "whether float16 flushed the gradient elements that are exactly zero,"
+            f" {share:.1%}{including}",
             f"a replay, or fewer zeros with {run.settings.settings_call}(initial_scale=2.0**24)",
         )
-    if run.gradients.flushed_layers:
+    if gradients.flushed_layers:
         yield doubt(
             "what the layers lose whose gradients are mostly zero in float16, but not in float32",
             FLOAT32_TRAINING,
         )
 
 
-def _including_variables(run: Observations) -> str:
-    """Returns which variables of only zeros are among the zeros."""
-    variables = run.gradients.unexplained_zero_variables
-    if not variables:
-        return ""
-    if len(variables) == 1:
-        return f", including all of {variables[0]}"
-    return f", including all of {len(variables)} variables"
-
-
-def _has_doubtful_zeros(run: Observations) -> bool:
-    if run.gradients.curve is not None and run.gradients.curve.is_measured:
-        return run.gradients.lost_norm > thresholds.MUCH_LOST
-    if run.gradients.unexplained_zero_share > thresholds.MANY_ZEROS:
-        return True
-    return bool(run.gradients.unexplained_zero_variables)
-
-
 def _updates(run: Observations) -> Iterator[str]:
     """Yields what is not known of updates: that weights in 16 bits lose, or that are too large."""
-    if run.updates.ratio:
+    if not run.updates.are_unmeasured:
         return
-    variables = run.settings.variable_dtypes
-    in_16_bits = [dtype for dtype in variables if dtype in DTYPES_16_BIT]
+    in_16_bits = [dtype for dtype in run.settings.variable_dtypes if dtype in DTYPES_16_BIT]
     if in_16_bits:
         remedy = "kmp.callbacks.defaults(), which measures updates"
         yield doubt(f"whether updates change weights in {' and '.join(in_16_bits)}", remedy)

@@ -1,8 +1,10 @@
 """Gradients of a finite loss that are NaN or Inf in 16 bits, which no loss scale avoids."""
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from operator import itemgetter
+from typing import ClassVar
 
 from kmp.diagnosis import changes, soundness, thresholds
 from kmp.diagnosis.branch_wording import CLOSER_TERMS, tried_for_branch
@@ -42,6 +44,10 @@ class BackwardOverflow(Cause):
         is_of_own_loss: Whether the loss is computed outside of all replays, so that nothing tells
             where the backward pass overflows: the gradients may come from there.
     """
+
+    names: ClassVar[Mapping[str, str]] = {
+        "backward_overflow": "gradients of a finite loss are NaN or Inf at every loss scale",
+    }
 
     replay: Replay | None
     layer: str

@@ -1,6 +1,8 @@
 """A batch with NaN, Inf or values that are too large."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
 from kmp.diagnosis import changes, thresholds
 from kmp.diagnosis.bad_batches import keep_examples, severity_of_batches
@@ -24,6 +26,10 @@ class BadData(Cause):
         is_borne: Whether the values are beyond float16's maximum, and layers in float32 bear them,
             as a replay has shown.
     """
+
+    names: ClassVar[Mapping[str, str]] = {
+        "data": "inputs with NaN or Inf, or beyond the range of the format",
+    }
 
     largest: float
     array: str

@@ -1,6 +1,8 @@
 """Targets that the loss does not take."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
 from kmp.diagnosis.bad_batches import keep_examples, severity_of_batches
 from kmp.diagnosis.cause import WARNING, Cause
@@ -22,6 +24,10 @@ class BadTargets(Cause):
         marker: The value that marks missing targets, if a single one seems to.
         has_ignoring_loss: Whether the edit is a loss that ignores that value.
     """
+
+    names: ClassVar[Mapping[str, str]] = {
+        "targets": "targets with NaN or Inf, or that are not those the loss takes",
+    }
 
     targets: InvalidTargets
     array: str

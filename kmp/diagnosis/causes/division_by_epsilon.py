@@ -1,6 +1,8 @@
 """An optimizer whose epsilon is 0."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
 from kmp.diagnosis import changes
 from kmp.diagnosis.cause import Cause
@@ -20,6 +22,10 @@ class DivisionByEpsilon(Cause):
         epsilon: The setting.
         is_float16: Whether the state is float16.
     """
+
+    names: ClassVar[Mapping[str, str]] = {
+        "optimizer_state": "an epsilon of the optimizer that is 0, or too small for 16-bit state",
+    }
 
     epsilon: float
     is_float16: bool

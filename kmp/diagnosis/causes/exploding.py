@@ -1,6 +1,8 @@
 """Updates that are too large in any number format."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 
@@ -27,6 +29,10 @@ class Exploding(Cause):
         large_input: The inputs as Python source, if they are far from unit scale; may be empty.
         largest_input: Their largest magnitude.
     """
+
+    names: ClassVar[Mapping[str, str]] = {
+        "exploding": "updates that are too large, or activations that grow from layer to layer",
+    }
 
     step: int
     ratio: float

@@ -1,6 +1,8 @@
 """A part of the model whose gradients float16 flushes to zero, while those of the rest are kept."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
 from kmp.diagnosis import thresholds
 from kmp.diagnosis.branch_wording import CLOSER_TERMS, distance, names_of
@@ -25,6 +27,10 @@ class FlushedBranch(Cause):
         gap: How far their gradients are from those of the others in float32; `None` if that was
             not recorded.
     """
+
+    names: ClassVar[Mapping[str, str]] = {
+        "branch_underflow": "the gradients of one branch of the model underflow, others do not",
+    }
 
     loss_scale: float
     layers: list[str]

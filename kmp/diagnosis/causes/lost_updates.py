@@ -1,7 +1,9 @@
 """Weights in 16 bits that are too coarse for their updates."""
 
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 
@@ -23,6 +25,10 @@ class LostUpdates(Cause):
         variables: The paths of the variables of which most did.
         layers: The paths of their layers, if only some layers have weights in 16 bits.
     """
+
+    names: ClassVar[Mapping[str, str]] = {
+        "lost_updates": "weights in 16 bits, and updates below half a step of them",
+    }
 
     number_format: FloatFormat
     share: float

@@ -1,7 +1,8 @@
 """A forward pass that 16 bits make NaN or Inf: an overflow, a division by 0, a logarithm of 0."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 from kmp.diagnosis import changes, soundness
 from kmp.diagnosis.cause import Cause
@@ -41,6 +42,14 @@ class NonfiniteForward(Cause):
             of 0; `None` if it is not known.
         is_division: Whether the operation divides by 0.
     """
+
+    names: ClassVar[Mapping[str, str]] = {
+        "constant": "a constant of the program that the format rounds to 0 or Inf",
+        "forward_overflow": "a result of the forward pass exceeds the range",
+        "forward_underflow": "a result of the forward pass is rounded to 0, and a later one is Inf",
+        "rounding": "a result is rounded below 0, outside the domain of the next operation",
+        "loss_overflow": "the loss, or a term of it, exceeds the range",
+    }
 
     replay: Replay
     operation: NonfiniteOperation | None

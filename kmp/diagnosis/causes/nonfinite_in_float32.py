@@ -1,6 +1,8 @@
 """A forward pass that float32 does not make finite either."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
 from kmp.diagnosis.cause import Cause
 from kmp.diagnosis.observations import Observations
@@ -17,6 +19,10 @@ class NonfiniteInFloat32(Cause):
     Args:
         operation: The first operation with NaN or Inf, if it is known.
     """
+
+    names: ClassVar[Mapping[str, str]] = {
+        "loss": "the loss is NaN or Inf in float32 too, or no replay shows why",
+    }
 
     operation: NonfiniteOperation | None
 

@@ -1,6 +1,8 @@
 """Layers that were set to float32 while the training ran."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
 from kmp.diagnosis import changes
 from kmp.diagnosis.cause import INFO, Cause
@@ -18,6 +20,10 @@ class Repaired(Cause):
         record: The record of the last repair.
         layers: The paths of the layers of all repairs.
     """
+
+    names: ClassVar[Mapping[str, str]] = {
+        "float32_fallback": "layers that kmp set to float32 while the training ran",
+    }
 
     record: Record
     layers: list[str]

@@ -1,7 +1,9 @@
 """A rule of the loss scale with which it overflows again and again."""
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
 from kmp.diagnosis import soundness, thresholds
 from kmp.diagnosis.cause import ERROR, WARNING, Cause
@@ -21,6 +23,11 @@ class RuleOverflows(Cause):
         arguments: The arguments to change.
         is_stuck: Whether the hysteresis keeps a scale that overflows in each step.
     """
+
+    names: ClassVar[Mapping[str, str]] = {
+        "growth_interval_too_small": "the loss scale grows faster than it backs off",
+        "hysteresis_too_large": "the loss scale overflows, and backs off only after many steps",
+    }
 
     overflows: int
     steps_to_undo: float

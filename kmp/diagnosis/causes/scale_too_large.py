@@ -1,7 +1,9 @@
 """A setting of the loss scale at which gradients overflow: fixed, minimum or initial scale."""
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
 from kmp.diagnosis import soundness, thresholds
 from kmp.diagnosis.cause import ERROR, INFO, WARNING, Cause
@@ -24,6 +26,11 @@ class ScaleTooLarge(Cause):
         first_steps: Of an initial scale, the number of steps in which that was; else 0.
         is_needless: Whether the format of the run needs no loss scale.
     """
+
+    names: ClassVar[Mapping[str, str]] = {
+        "scale_too_large": "a fixed or minimum loss scale makes gradients overflow",
+        "initial_scale": "the initial loss scale makes the first steps overflow",
+    }
 
     scale: float
     suitable: float | None = None

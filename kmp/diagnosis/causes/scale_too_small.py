@@ -1,7 +1,9 @@
 """A loss scale at which gradients underflow: a larger one would not, or would overflow."""
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
 from kmp.diagnosis import changes, thresholds
 from kmp.diagnosis.cause import ERROR, INFO, WARNING, Cause
@@ -27,6 +29,11 @@ class ScaleTooSmall(Cause):
             gradients; else empty.
         smallest: The path of the variable that underflows most then.
     """
+
+    names: ClassVar[Mapping[str, str]] = {
+        "scale_too_small": "the loss scale leaves the gradients to underflow",
+        "range": "large gradients of one variable keep the loss scale too low for the others",
+    }
 
     subnormal_share: float
     flushed_share: float

@@ -1,7 +1,9 @@
 """Variables that no gradient trains: it is zero, does not exist, or no optimizer gets it."""
 
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
 from kmp.diagnosis.cause import INFO, WARNING, Cause
 from kmp.diagnosis.observations import Observations
@@ -21,6 +23,12 @@ class WithoutGradient(Cause):
         samples: Of gradients that are zero, the number of samples in which they are.
         examples: The number of examples of the replay in float32; 0 without one.
     """
+
+    names: ClassVar[Mapping[str, str]] = {
+        "dead": "variables whose gradient is always 0",
+        "unused": "variables that the loss does not depend on",
+        "untrained": "variables that no optimizer of the model gets",
+    }
 
     variables: list[str]
     samples: int = 0

@@ -1,7 +1,8 @@
 """Outputs of the model that are not those of float32."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
 from kmp.diagnosis import changes, soundness, thresholds
 from kmp.diagnosis.cause import Cause
@@ -21,6 +22,10 @@ class WrongOutputs(Cause):
         replay: The comparison that shows it.
         origin: The layer where the error begins; `None` if it is an operation between layers.
     """
+
+    names: ClassVar[Mapping[str, str]] = {
+        "precision_loss": "values are finite, but too few of their bits are right",
+    }
 
     replay: Replay
     origin: LayerError | None

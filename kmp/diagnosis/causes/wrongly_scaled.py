@@ -1,7 +1,9 @@
 """Gradients that are not multiplied by the loss scale as often as `apply` divides by it."""
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
 from kmp.diagnosis import changes
 from kmp.diagnosis.cause import ERROR, WARNING, Cause
@@ -54,6 +56,10 @@ class WronglyScaled(Cause):
             is not known.
         replay: The replay that shows it; `None` if the graph of the step does.
     """
+
+    names: ClassVar[Mapping[str, str]] = {
+        "unscaled_loss": "the step does not scale the loss as often as it unscales gradients",
+    }
 
     kind: str
     are_all: bool
