@@ -13,24 +13,23 @@ from unittest import mock
 
 from recorded_runs import prefix_of, recorded_runs, replay_lengths
 
-from kmp.advice import advise
-from kmp.diagnosis import cure_of, thresholds
+from kmp.advice.diagnose import advice_of
+from kmp.diagnosis import Observations, cure_of, thresholds
 from kmp.records import Run
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "thresholds.md"
-FACTORS = (0.5, 0.8, 1.2, 2.0)
-NOT_SEEN = "not seen"
+FARTHEST = 10.0  # the factor by which a threshold is moved at most, down or up
+STEPS = 6  # of the search for the factor at which a verdict changes
+NOT_SEEN = "no run within a factor of ten: its reason is an argument, beside it"
 ONLY_TEXT = "only in the text"
 BY_THE_REPLAY = "applied by the replay"
 BY_THE_REPORT = "applied by the report"
 
-# The packages that read thresholds, as the page calls them. The verdict and its sentences stand in
-# `advice`; `replay` and `callbacks` apply thresholds before a record is written, and `report`
-# compares runs.
+# The packages that read thresholds, as the page calls them: `replay` and `callbacks` apply them
+# before a record is written, and `report` compares runs.
 _READERS = {
     "diagnosis": "diagnosis",
-    "advice": "advice",
     "replay": "replay",
     "callbacks": "replay",
     "report": "report",
@@ -39,30 +38,28 @@ _READERS = {
 _INTRODUCTION = """# How the diagnosis depends on its thresholds
 
 `kmp/diagnosis/thresholds.py` has all thresholds of the diagnosis, each with its reason. This
-table shows what each of them decides on {runs} recorded runs of the [programs with and without a
-fault](advice.md). Each threshold is multiplied by four factors, one threshold at a time, and
-every run is diagnosed at its end and after each of its replays, {points} times in all. A number
-is how many of the runs then have another verdict: another cause, severity or location of the
-first problem, another class of the verdict (16 bits do not hurt, it is not known, or neither),
-or other layers that a repair would set to float32. An integer is rounded, and is at least 1; "-"
-stands where that leaves it as it is, or where no diagnosis reads it.
+table shows how far each can be moved on {runs} recorded runs of the [programs with and without a
+fault](advice.md). One threshold at a time is moved, and every run is diagnosed at its end and
+after each of its replays, {points} times in all, until a run has another verdict: another cause,
+severity or location of the first problem, another class of the verdict (16 bits do not hurt, it
+is not known, or neither), or other layers that a repair would set to float32. "From" and "to"
+are the values in between no verdict was seen to change, found by bisection up to a factor of
+ten; an empty cell is beyond that.
 
-The last column names a run that changes, at the smallest change that shows one. In its place it
-has
+"Limited by" names a run that changes at each end. In its place it has
 
 - "{by_the_replay}" for a threshold that no diagnosis reads: the records hold what the replay
   found with it. Where the replay and the diagnosis both read a threshold, the numbers are about
   the diagnosis;
 - "{by_the_report}" for a threshold by which the report finds where two runs differ;
 - "{only_text}" for a threshold on which a sentence or a proposed change depends, and no verdict;
-- "{not_seen}" for a threshold whose reason is an argument, given beside it, because no run
-  measures it within a factor of two.
+- "{not_seen}".
 
 `python tests/diagnosis/threshold_table.py` writes this page from the runs in
 `tests/diagnosis/recorded`, and a test compares it with them.
 
-| threshold | value | read by | times 0.5 | 0.8 | 1.2 | 2 | seen in |
-| --- | --- | --- | --- | --- | --- | --- | --- |
+| threshold | from | value | to | read by | limited by |
+| --- | --- | --- | --- | --- | --- |
 """
 
 
@@ -88,21 +85,26 @@ class Point(NamedTuple):
     run: Run
 
 
-class Effect(NamedTuple):
-    """The names of the runs that change with a threshold: their verdicts, or only the text."""
+class Limit(NamedTuple):
+    """How far a threshold can be moved in one direction.
 
-    verdicts: list[str]
-    texts: list[str]
+    Attributes:
+        value: The last value without another verdict; `None` if it can be moved by `FARTHEST`.
+        run: The name of a run that has another verdict beyond it; empty if none has.
+        has_other_text: Whether a text changes at the farthest value.
+    """
+
+    value: float | None
+    run: str
+    has_other_text: bool
 
 
 class Row(NamedTuple):
-    """A threshold and its effects by factor; `None` where nothing can change.
-
-    That is where rounding leaves the value as it is, or where no diagnosis reads it.
-    """
+    """A threshold, and how far it can be moved down and up."""
 
     name: str
-    effects: dict[float, Effect | None]
+    down: Limit
+    up: Limit
 
 
 def all_thresholds() -> dict[str, float]:
@@ -121,7 +123,8 @@ def points() -> list[Point]:
 
 def judged(run: Run) -> Judgement:
     """Returns the diagnosis of a run."""
-    advice, cure = advise(run), cure_of(run)
+    seen = Observations(run)
+    advice, cure = advice_of(seen), cure_of(seen)
     first = next(iter(advice.problems), None)
     problem = (first.cause, first.severity, first.location) if first else None
     layers = cure.layers if cure else ()
@@ -172,35 +175,38 @@ def rows() -> list[Row]:
 def _row(name: str, value: float, known: list[tuple[Point, Judgement, frozenset[str]]]) -> Row:
     # A diagnosis that never reads a threshold does not depend on it.
     readers = [(point, judgement) for point, judgement, read in known if name in read]
-    effects: dict[float, Effect | None] = {}
-    for factor in FACTORS:
-        changed = scaled(value, factor)
-        effects[factor] = None
-        if readers and changed != value:
-            effects[factor] = _effect(name, changed, readers)
-    return Row(name, effects)
+    down, up = (_limit(name, value, factor, readers) for factor in (1 / FARTHEST, FARTHEST))
+    return Row(name, down, up)
 
 
-def scaled(value: float, factor: float) -> float:
-    """Returns a threshold times a factor."""
-    if isinstance(value, int):
-        return max(1, round(value * factor))
-    return value * factor
+def _limit(name: str, value: float, factor: float, readers: list[tuple[Point, Judgement]]) -> Limit:
+    """Returns how far a threshold can be moved towards a factor."""
+    run, has_other_text = _changed(name, value * factor, readers)
+    if not run:
+        return Limit(None, "", has_other_text)
+    low, high = 0.0, 1.0  # exponents of the factor: without, and with another verdict
+    for _ in range(STEPS):
+        middle = (low + high) / 2
+        changed, _ = _changed(name, value * factor**middle, readers)
+        low, high = (low, middle) if changed else (middle, high)
+        run = changed or run
+    return Limit(_as_type_of(value, value * factor**low), run, has_other_text)
 
 
-def _effect(name: str, value: float, readers: list[tuple[Point, Judgement]]) -> Effect:
-    verdicts: dict[str, None] = {}
-    texts: dict[str, None] = {}
-    with mock.patch.object(thresholds, name, value):
+def _as_type_of(value: float, changed: float) -> float:
+    return max(1, round(changed)) if isinstance(value, int) else changed
+
+
+def _changed(name: str, value: float, readers: list[tuple[Point, Judgement]]) -> tuple[str, bool]:
+    """Returns the name of a run with another verdict, or whether one has another text."""
+    has_other_text = False
+    with mock.patch.object(thresholds, name, _as_type_of(getattr(thresholds, name), value)):
         for point, before in readers:
-            if point.name in verdicts:
-                continue
             after = judged(point.run)
             if after.verdict != before.verdict:
-                verdicts[point.name] = None
-            elif after.text != before.text:
-                texts[point.name] = None
-    return Effect(list(verdicts), list(texts))
+                return point.name, True
+            has_other_text |= after.text != before.text
+    return "", has_other_text
 
 
 def page() -> str:
@@ -216,12 +222,10 @@ def page() -> str:
     values, readers = all_thresholds(), _readers()
     lines = []
     for row in rows():
-        counts = [_count(row.effects[factor]) for factor in FACTORS]
-        packages = ", ".join(readers[row.name])
-        value = f"{values[row.name]:g}"
-        seen = _seen(row, readers[row.name])
-        cells = [f"`{row.name}`", value, packages, *counts, seen]
-        lines.append(f"| {' | '.join(cells)} |\n")
+        ends = ["" if end.value is None else f"{end.value:.3g}" for end in (row.down, row.up)]
+        value, packages = f"{values[row.name]:g}", ", ".join(readers[row.name])
+        cells = [f"`{row.name}`", ends[0], value, ends[1], packages]
+        lines.append(f"| {' | '.join([*cells, _limited_by(row, readers[row.name])])} |\n")
     return introduction + "".join(lines)
 
 
@@ -229,25 +233,19 @@ def _readers() -> dict[str, list[str]]:
     """Returns the packages that read each threshold."""
     found: dict[str, dict[str, None]] = {name: {} for name in all_thresholds()}
     for folder, package in _READERS.items():
-        for file in sorted((ROOT / "kmp" / folder).glob("*.py")):
+        for file in sorted((ROOT / "kmp" / folder).rglob("*.py")):
             source = file.read_text(encoding="utf-8")
             for name in re.findall(r"\bthresholds\.([A-Z0-9_]+)", source):
                 found[name][package] = None
     return {name: list(packages) for name, packages in found.items()}
 
 
-def _count(effect: Effect | None) -> str:
-    return "-" if effect is None else str(len(effect.verdicts))
-
-
-def _seen(row: Row, readers: list[str]) -> str:
-    """Returns a run that changes with a threshold, or why there is none."""
-    by_size = sorted(row.effects.items(), key=lambda pair: max(pair[0], 1 / pair[0]))
-    effects = [effect for _, effect in by_size if effect is not None]
-    for effect in effects:
-        if effect.verdicts:
-            return f"`{effect.verdicts[0]}`"
-    if any(effect.texts for effect in effects):
+def _limited_by(row: Row, readers: list[str]) -> str:
+    """Returns the runs that limit a threshold, or why there are none."""
+    runs = [f"`{end.run}`" for end in (row.down, row.up) if end.run]
+    if runs:
+        return ", ".join(dict.fromkeys(runs))
+    if row.down.has_other_text or row.up.has_other_text:
         return ONLY_TEXT
     alone = {"replay": BY_THE_REPLAY, "report": BY_THE_REPORT}
     return alone.get(readers[0], NOT_SEEN) if len(readers) == 1 else NOT_SEEN
