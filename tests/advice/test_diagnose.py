@@ -12,7 +12,7 @@ import pytest
 from conftest import make_replay, run_of, sample_from, without_replays
 
 import kmp
-from kmp.diagnosis import ERROR, INFO, WARNING, SetArguments, cure_of
+from kmp.diagnosis import ERROR, INFO, WARNING, Observations, SetArguments, cure_of
 from kmp.records import Header, Run
 from kmp.records.replay import (
     BatchCheck,
@@ -111,6 +111,7 @@ def test_advice_is_printed_with_evidence_and_the_line_to_change_and_can_be_copie
         "1. Training diverges: the updates are too large in any number format.",
         "  Evidence: the loss rose from 1 to 7e+04",
         "  Change: keras.optimizers.Adam(learning_rate=0.1 * learning_rate)",
+        "  Tried: no",
     ]
     for copied in (copy.copy(advice), copy.deepcopy(advice), pickle.loads(pickle.dumps(advice))):
         assert copied == advice
@@ -247,10 +248,10 @@ def test_update_that_sgd_would_make_is_a_divergence_and_no_reason_for_a_repair()
         "keras.optimizers.SGD(learning_rate=1e-07)",
     )
     assert "the next update would be 1e+03 times as large as the weights" in finding.evidence
-    assert cure_of(sgd_run()) is None
+    assert cure_of(Observations(sgd_run())) is None
     for other in ({"optimizer": "Adam"}, {"clips": True}, {"learning_rate": 1e-5}):
         assert kmp.advise(sgd_run(**other))[0].cause == "backward_overflow"
-        assert cure_of(sgd_run(**other)).layers == ("net/a",)
+        assert cure_of(Observations(sgd_run(**other))).layers == ("net/a",)
 
 
 def test_inputs_far_from_unit_scale_are_normalized_in_a_training_that_diverges():
@@ -258,7 +259,7 @@ def test_inputs_far_from_unit_scale_are_normalized_in_a_training_that_diverges()
     assert finding.title.startswith("Training diverges: the inputs are far from unit scale")
     assert "x has values up to 2960" in finding.evidence
     assert finding.change == "x = (x - x.mean(axis=0)) / (x.std(axis=0) + 1e-6)"
-    assert "or keras.optimizers.SGD(learning_rate=1e-07); not tried" in finding.note
+    assert "or keras.optimizers.SGD(learning_rate=1e-07)" in finding.note
 
 
 def test_batch_that_only_bfloat16_bears_is_advised_in_bfloat16():
@@ -514,7 +515,7 @@ def test_branch_that_has_learned_is_not_reported():
 
 
 @pytest.mark.parametrize(
-    ("layers", "found"), [(["c"], "with these layers in float32"), (None, "no few layers")]
+    ("layers", "found"), [(["c"], "with these layers in float32"), (None, "no; no few layers")]
 )
 def test_overflow_that_would_cost_a_branch_names_the_terms_of_the_loss(layers, found):
     search = LayerSearch(layers is not None, layers or [], loss_scale=2.0**9, branch=["b"])
@@ -522,8 +523,8 @@ def test_overflow_that_would_cost_a_branch_names_the_terms_of_the_loss(layers, f
     row["reference"] = sample_from(40, 1.0, {"b/kernel": gradient(-30), "c/kernel": gradient(9)})
     finding = advice_of(row | {"overflows_in_a_row": 0}, next_layers=BRANCHES)[0]
     assert finding.cause == "backward_overflow"
-    assert finding.note.startswith(found)
-    assert "finite at 2^9, which those of 'b' need" in finding.note
+    assert finding.tried.startswith(found)
+    assert "finite at 2^9, which those of 'b' need" in finding.tried
     assert "half of their gradients are below 2^-29, and that of c/kernel reaches 2^9" in str(
         finding
     )
@@ -1035,7 +1036,7 @@ def test_overflow_that_no_few_layers_cure_is_cured_by_float32_which_was_replayed
         row | {"overflow_origins_by_variable": {"net/a/kernel": 50}}, layers=LAYERS
     )[0]
     assert finding.change == "kmp.enable(policy='float32')"
-    assert finding.note.startswith("no few layers were found with")
+    assert finding.tried.startswith("no; no few layers were found with")
 
 
 GROWN = [3.0**power for power in range(1, 25)]

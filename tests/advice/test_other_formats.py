@@ -6,7 +6,7 @@ import pytest
 from conftest import make_replay, run_of, sample_from
 
 import kmp
-from kmp.diagnosis import ERROR, INFO, WARNING, cure_of
+from kmp.diagnosis import ERROR, INFO, WARNING, Observations, cure_of
 from kmp.records.replay import GradientError, LayerError, NonfiniteOperation, Overflow
 
 WITHOUT_SCALE = {"rule": "FixedScale", "initial_scale": 1.0, "settings_call": "kmp.enable"}
@@ -53,7 +53,7 @@ def test_gradients_that_are_not_finite_are_no_matter_of_a_scale_of_1(settings):
         "Gradients near net/a/kernel are NaN or Inf, although the loss is finite."
     )
     assert finding.evidence == (
-        "20 of 100 steps (20.0%) were skipped with a finite loss; net/a/kernel was the origin in"
+        "20 of 100 steps (20.0%) were skipped with a finite loss; net/a/kernel was the overflow origin in"
         " 100% of them"
     )
     assert finding.note.startswith("kmp.callbacks.defaults() replays such a batch")
@@ -83,7 +83,7 @@ def test_backward_pass_that_only_bfloat16_makes_infinite_is_cured_by_float32():
         finding.evidence
     )
     assert finding.change == "kmp.layers.Float32(Dense(..., name='a'))"
-    assert cure_of(run_of(record, layers=LAYERS, **BFLOAT16)).layers == ("net/a",)
+    assert cure_of(Observations(run_of(record, layers=LAYERS, **BFLOAT16))).layers == ("net/a",)
 
     # 1e-12 is 0 in float16 and not in bfloat16; 1e-40 is 0 in both.
     for lost, reason in (

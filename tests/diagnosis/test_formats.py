@@ -13,8 +13,7 @@ from msgspec import UNSET, structs
 from recorded_runs import recorded_runs, unrepaired_run
 
 from kmp.advice import advise
-from kmp.diagnosis import RunMetrics
-from kmp.diagnosis.causes import found_causes
+from kmp.diagnosis import Observations, causes_of
 from kmp.records import Header, Replay, Run, Settings
 
 SCALE_SETTINGS = (
@@ -77,7 +76,7 @@ def in_format(run, name):
 @pytest.mark.parametrize("program", FLOAT16)
 def test_cause_is_found_in_the_formats_in_which_it_exists(program, name):
     run = in_format(unrepaired_run(program), name)
-    found = [cause.name for cause in found_causes(RunMetrics(run))]
+    found = [cause.name for cause in causes_of(Observations(run))]
     assert (FLOAT16[program].cause in found) == (name in formats_of(program)), found
 
 

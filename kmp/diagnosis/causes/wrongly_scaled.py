@@ -76,7 +76,7 @@ class WronglyScaled(Cause):
         facts = run.settings.step_facts
         if facts is not None and facts.scaling not in ("right", "unknown"):
             return cls._in_graph(run, facts)
-        return cls._in_replay(run)
+        return None if run.settings.train_step == "keras" else cls._in_replay(run)
 
     @classmethod
     def _in_graph(cls, run: Observations, facts: StepFacts) -> "WronglyScaled":
