@@ -53,8 +53,8 @@ def test_gradients_that_are_not_finite_are_no_matter_of_a_scale_of_1(settings):
         "Gradients near net/a/kernel are NaN or Inf, although the loss is finite."
     )
     assert finding.evidence == (
-        "20 of 100 steps (20.0%) were skipped with a finite loss; net/a/kernel was the overflow origin in"
-        " 100% of them"
+        "20 of 100 steps (20.0%) were skipped with a finite loss; net/a/kernel was the overflow"
+        " origin in 100% of them"
     )
     assert finding.note.startswith("kmp.callbacks.defaults() replays such a batch")
     assert finding.edits == ()

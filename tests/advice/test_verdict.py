@@ -675,5 +675,5 @@ def test_documented_causes_are_those_of_the_rules():
     assert sorted(described) == sorted([*names_of_causes()] * 2)  # what they are; what shows them
     script = runpy.run_path(str(page.parents[0] / "generate_causes.py"))
     assert script["generated"](text) == text, (
-        "write the page again with python docs/generate_causes.py"
+        "run: python docs/generate_causes.py"
     )
