@@ -68,7 +68,8 @@ def in_format(run, name):
         if row.sample is not UNSET:
             row.sample = replace(row.sample, loss_scale=1.0)
         if row.replay:
-            row.replay = replace(renamed(row.replay, Replay), loss_scale=1.0)
+            replay = replace(row.replay, other_format=None)
+            row.replay = replace(renamed(replay, Replay), loss_scale=1.0)
     return Run(rows, Header(settings=Settings(**settings)))
 
 
