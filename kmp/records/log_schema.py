@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal, NotRequired, Required, TypedDict
 
 from msgspec import Meta
 
+from kmp.records.gradient_sample import COLUMNS
 from kmp.records.log_types import (
     Bins,
     Count,
@@ -40,41 +41,40 @@ def _is(meaning: str) -> Meta:
     return Meta(description=meaning)
 
 
-class Sample(TypedDict):
-    """The gradient statistics of one step.
-
-    `kmp.records.compact_sample` checks what the texts contain.
-    """
-
-    loss_scale: Annotated[LossScale, _is("the scale of that step")]
-    bins: Annotated[
-        Bins,
-        _is("the bins of `ExponentHistogram` that have an element, in ascending order"),
-    ]
-    counts: Annotated[
-        str,
-        _is(
-            "int64, the number of elements of the loss-scaled gradients in each of `bins`, one row"
-            " per bin and one column per variable; exact"
-        ),
-    ]
-    amax: NotRequired[
-        Annotated[str, _is("float64, one number per variable: `GradientSample.amax`")]
-    ]
-    norm: NotRequired[Annotated[str, _is("float64, `GradientSample.norm`")]]
-    weight_norm: NotRequired[Annotated[str, _is("float64, `GradientSample.weight_norm`")]]
-    update_norm: NotRequired[Annotated[str, _is("float64, `GradientSample.update_norm`")]]
-    updates: NotRequired[Annotated[str, _is("int64, `GradientSample.updates`")]]
-    lost_updates: NotRequired[Annotated[str, _is("int64, `GradientSample.lost_updates`")]]
-    names: NotRequired[
-        Annotated[
-            Names,
+_DTYPES = {"magnitude": "float64", "norm": "float64", "count": "int64"}
+_COLUMNS: dict[str, Any] = {
+    name: NotRequired[Annotated[str, _is(f"{_DTYPES[kind]}, `GradientSample.{name}`")]]
+    for name, kind in COLUMNS.items()
+}
+# `kmp.records.compact_sample` checks what the texts contain.
+Sample = TypedDict(
+    "Sample",
+    {
+        "loss_scale": Annotated[LossScale, _is("the scale of that step")],
+        "bins": Annotated[
+            Bins,
+            _is("the bins of `ExponentHistogram` that have an element, in ascending order"),
+        ],
+        "counts": Annotated[
+            str,
             _is(
-                "the variables' paths, from the input to the loss; omitted if they equal those of"
-                " the `sample` or `reference` before"
+                "int64, the number of elements of the loss-scaled gradients in each of `bins`, one"
+                " row per bin and one column per variable; exact"
             ),
-        ]
-    ]
+        ],
+        **_COLUMNS,  # type: ignore[misc]  # mypy knows no keys that are not written out
+        "names": NotRequired[
+            Annotated[
+                Names,
+                _is(
+                    "the variables' paths, from the input to the loss; omitted if they equal those"
+                    " of the `sample` or `reference` before"
+                ),
+            ]
+        ],
+    },
+)
+Sample.__doc__ = "The gradient statistics of one step, most with one number per variable."
 
 
 class Settings(TypedDict, total=False):
