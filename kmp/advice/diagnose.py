@@ -48,7 +48,8 @@ def advise(run: Run) -> Advice:
         Ranked findings and a verdict. A problem without evidence in the run is not reported.
 
     Example:
-    >>> run = Run([{"step": 500, "overflow_count": 0, "loss_scale": 32768.0}])
+    >>> from kmp.records import Record
+    >>> run = Run([Record(step=500, overflow_count=0, loss_scale=32768.0)])
     >>> advise(run).verdict.partition(". ")[0]
     'It is not known whether float16 hurts this run'
     """

@@ -29,11 +29,11 @@ def missing_replays(run: RunMetrics) -> MissingReplays:
     error = run.run.last("replay_error")
     if error:
         return MissingReplays(f"none could be replayed: {error}", FLOAT32_TRAINING)
-    replicas = run.settings.get("replicas", 1)
+    replicas = run.settings.replicas
     if replicas > 1:
         return MissingReplays(f"{replicas} replicas", "a run on one replica")
-    if run.settings.get("replay"):
-        if run.settings.get("in_fit"):
+    if run.settings.replay:
+        if run.settings.in_fit:
             return MissingReplays("none was captured", FLOAT32_TRAINING)
         reason = "none was captured: kmp sees the training step of a loop only in a `tf.function`"
         return MissingReplays(reason, f"{_GUARD}; or {FLOAT32_TRAINING}")

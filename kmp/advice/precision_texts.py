@@ -27,7 +27,7 @@ def _(cause: UnscaledLoss, run: RunMetrics) -> Text:
     if cause.unscaled.change:
         return _text_of_change(cause.replay, cause.unscaled)
     title, note = _text_of_custom_step(cause, run)
-    if run.settings.get("train_step") == "keras":  # which scales its loss
+    if run.settings.train_step == "keras":  # which scales its loss
         title, note = _text_of_keras_step(cause, run)
     return Text(
         title,
@@ -321,7 +321,7 @@ def _(cause: Repaired, run: RunMetrics) -> Text:
     computes = "computes" if len(cause.layers) == 1 else "compute"
     layers = repaired_layers(cause.layers, run)
     return Text(
-        f"Since step {cause.record['step']}, {layers} {computes} in float32, and the training"
+        f"Since step {cause.record.step}, {layers} {computes} in float32, and the training"
         " continued.",
         _proof(cause, run),
     )
@@ -329,12 +329,12 @@ def _(cause: Repaired, run: RunMetrics) -> Text:
 
 def _proof(cause: Repaired, run: RunMetrics) -> str:
     """Returns the reason of a repair, and what the replay with its layers in float32 showed."""
-    reason, step = cause.record.get("fallback_reason", ""), cause.record["step"]
+    reason, step = cause.record.fallback_reason or "", cause.record.step
     replays = [replay for at, replay in run.run.replays if at == step]
     proof = next((replay for replay in reversed(replays) if replay.is_finite), None)
     if proof is None:
         return reason
-    repaired = repaired_layers(cause.record["fallback"], run)
+    repaired = repaired_layers(cause.record.fallback or [], run)
     were_finite = all(replay.is_finite for replay in replays)
     results = "agree with those in float32" if were_finite else "are finite"
     shown = f"with {repaired} in float32 the results {of_a_batch(proof)} {results}"

@@ -116,7 +116,7 @@ def _(cause: UnusedVariables, run: RunMetrics) -> Text:
     variables = "this variable" if len(cause.variables) == 1 else "these variables"
     title = f"The loss does not depend on {first_few(cause.variables)}."
     note = f"{_no_underflow(run)}layers that are not used, or an output without a loss"
-    if run.settings.get("train_step") == "custom":  # which chooses what it passes on
+    if run.settings.train_step == "custom":  # which chooses what it passes on
         title = f"The optimizer gets no gradient of {first_few(cause.variables)}."
         note += ", or variables that the training step does not pass to `apply`"
     return Text(title, f"no sample has a gradient of {variables}", note)
@@ -124,7 +124,7 @@ def _(cause: UnusedVariables, run: RunMetrics) -> Text:
 
 @text_of.register
 def _(cause: UntrainedVariables, run: RunMetrics) -> Text:
-    optimizers = f"{run.settings.get('optimizer', 'the optimizer')} is built on other variables"
+    optimizers = f"{run.settings.optimizer} is built on other variables"
     return Text(
         f"The training does not pass {first_few(cause.variables)} to the optimizer.",
         f"{len(cause.variables)} of the model's trainable variables; {optimizers}",

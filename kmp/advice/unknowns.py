@@ -64,7 +64,7 @@ def _missing_in(run: RunMetrics, comparisons: list[Replay]) -> Iterator[str]:
     """Yields what some of the comparisons lack."""
     if any(replay.is_forward_only for replay in comparisons):
         unknown, remedy = "how far gradients are from those in float32", FLOAT32_TRAINING
-        is_loop = run.settings.get("train_step") == "keras"
+        is_loop = run.settings.train_step == "keras"
         if is_loop and not _is_scaled_right(run):  # but a loop of the user's own has trained
             unknown += ", and whether the loop scales, clips and unscales them in the right order"
             remedy = f"the same step as the `train_step` of a model in `fit`; or {remedy}"
@@ -200,7 +200,7 @@ def _updates(run: RunMetrics) -> Iterator[str]:
     """Yields what is not known of updates: that weights in 16 bits lose, or that are too large."""
     if run.update_ratio[1]:
         return
-    variables = run.settings.get("variable_dtypes", [])
+    variables = run.settings.variable_dtypes
     in_16_bits = [dtype for dtype in variables if dtype in DTYPES_16_BIT]
     if in_16_bits:
         remedy = "kmp.callbacks.defaults(), which measures updates"

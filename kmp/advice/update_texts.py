@@ -36,7 +36,7 @@ def _(cause: DivisionByEpsilon, run: RunMetrics) -> Text:
 
 @text_of.register
 def _(cause: LostSquares, run: RunMetrics) -> Text:
-    optimizer = run.settings.get("optimizer", "")
+    optimizer = run.settings.optimizer
     return Text(
         f"The steps of {optimizer} are too large: its state is float16, where the squares of small"
         f" gradients are 0, so it divides by its epsilon of {cause.epsilon:g} alone.",
@@ -70,7 +70,7 @@ def _(cause: Exploding, run: RunMetrics) -> Text:
     if run.overflows:
         parts.append(f"{of_steps(run, run.overflows)} were skipped")
     title = "Training diverges: the updates are too large in any number format."
-    note = "or clipnorm=1.0" if run.settings.get("optimizer") == "SGD" else ""
+    note = "or clipnorm=1.0" if run.settings.optimizer == "SGD" else ""
     if cause.large_input:
         parts.append(f"{cause.large_input} has values up to {cause.largest_input:.4g}")
         title = (

@@ -29,14 +29,14 @@ def verdict(run: RunMetrics, findings: Sequence[Finding]) -> str:
         return " ".join([not_known, f"Measured: {_measured(run)}", *unknown]) + _promoted(run)
     harmless = f"{run.format.name} does not hurt this run"
     if run.fallback:
-        layers = repaired_layers(run.fallback["fallback"], run)
-        harmless = f"Since step {run.fallback['step']}, with {layers} in float32, {harmless}"
+        layers = repaired_layers(run.fallback.fallback or [], run)
+        harmless = f"Since step {run.fallback.step}, with {layers} in float32, {harmless}"
     return f"{harmless}: {_measured(run, _norm_of_small(run))}{_promoted(run)}"
 
 
 def _promoted(run: RunMetrics) -> str:
     """Returns the lines of the program that compute in float32, because an operand is float32."""
-    lines = run.settings.get("promoted")
+    lines = run.settings.promoted
     if not lines:
         return ""
     more = f" and {len(lines) - _MOST_LINES} more" if len(lines) > _MOST_LINES else ""

@@ -99,7 +99,7 @@ def cast_by_hand(found: NonfiniteOperation | None) -> str:
 
 def note_of_cast(dtype: str, run: RunMetrics) -> str:
     """Returns what to do about numbers that the program itself makes 16 bits."""
-    if run.settings.get("floatx") == dtype:
+    if run.settings.floatx == dtype:
         return (
             f"keras.config.set_floatx({dtype!r}) makes numbers {dtype} there, whatever the policies"
             " are: leave it out, and use kmp.enable(); not tried"
@@ -112,6 +112,6 @@ def note_of_cast(dtype: str, run: RunMetrics) -> str:
 
 def repaired_layers(layers: Sequence[str], run: RunMetrics) -> str:
     """Returns what a finding calls the layers that were set to float32, given their paths."""
-    model = run.settings.get("model")
+    model = run.settings.model
     names = [f"model {path!r}" if path == model else run.describe(path) for path in layers]
     return ", ".join(names)

@@ -13,13 +13,12 @@ from kmp.backend.keras_internals import compute_dtypes, has_float8_gradients
 from kmp.backend.step_graph import StepGraph
 from kmp.callbacks.replay_schedule import ReplaySchedule
 from kmp.callbacks.retracing import models_with, trace_function_again
-from kmp.callbacks.training_records import Row
 from kmp.diagnosis import soundness
 from kmp.diagnosis.branches import flushed_branch, flushed_layers
 from kmp.guarding.guarded_step import guarded_step_of, has_keras_step
 from kmp.guarding.model_optimizers import all_optimizers_of
 from kmp.optimizer import LossScaleOptimizer
-from kmp.records import Snapshot
+from kmp.records import Record, Snapshot
 from kmp.records.jsonl import check_record
 from kmp.replay import (
     CapturedBatch,
@@ -47,6 +46,10 @@ CRITERIA = Criteria(
     flushed_layers=flushed_layers,
     flushed_branch=flushed_branch,
 )
+
+
+class RetraceError(RuntimeError):
+    """A change of the model breaks its training step."""
 
 
 class BatchReplayer:
@@ -135,12 +138,12 @@ class BatchReplayer:
 
     def replay_if_due(
         self, snapshot: Snapshot, variables: Mapping[str, Any], *, is_last: bool
-    ) -> Row | None:
+    ) -> Record | None:
         """Replays the captured batch if there is a reason to, or if training ends.
 
         Returns:
-            The keys of a record: `replay` and the float32 gradients of the `variables` as
-            `reference`, or `replay_error`.
+            A record with `replay` and the float32 gradients of the `variables` as `reference`, or
+            with `replay_error`.
         """
         if not variables:
             return None
@@ -155,11 +158,11 @@ class BatchReplayer:
             f"kmp cannot replay a batch of {self._model.name!r} to find what its precision loses,"
             f" and the training continues without replays: {reason}."
         )
-        return found or {"replay_error": reason}
+        return found or Record(step=snapshot.step, replay_error=reason)
 
     def _replay_if_due(
         self, snapshot: Snapshot, variables: Mapping[str, Any], is_last: bool
-    ) -> Row | None:
+    ) -> Record | None:
         if self._attempts.reason or self.runs_earlier_trace:
             return None
         schedule, runs_step = self._schedule, self._attempts.runs_step
@@ -183,7 +186,7 @@ class BatchReplayer:
 
     def _replay_overflow(
         self, captured: CapturedBatch, variables: Mapping[str, Any], snapshot: Snapshot
-    ) -> Row:
+    ) -> Record:
         """Replays the batch of a skipped step."""
         schedule = self._schedule
         schedule.note_zeros(snapshot, self._format)
@@ -196,7 +199,7 @@ class BatchReplayer:
 
     def _replay_healthy(
         self, captured: CapturedBatch, variables: Mapping[str, Any], snapshot: Snapshot
-    ) -> Row | None:
+    ) -> Record | None:
         """Replays a batch to compare the precisions."""
         if captured.was_skipped:  # no sample of the data
             self._request(snapshot)
@@ -208,7 +211,7 @@ class BatchReplayer:
             captured = captured._replace(data=part)
         with schedule.time.of_comparisons.measured():
             found = self._replay(captured, variables, snapshot, snapshot.loss_scale, None)
-        schedule.note_comparison(found.get("replay"), self._format)
+        schedule.note_comparison(found.replay or None, self._format)
         if not self._attempts.last_reason:
             schedule.note_compared(snapshot.step)
         return found
@@ -218,7 +221,7 @@ class BatchReplayer:
         """The step at which to compare again: see `ReplaySchedule.next_proof`."""
         return self._schedule.next_proof
 
-    def replay_stuck(self, snapshot: Snapshot, variables: Mapping[str, Any]) -> Row | None:
+    def replay_stuck(self, snapshot: Snapshot, variables: Mapping[str, Any]) -> Record | None:
         """Replays the last captured batch of a training that is stuck, unless it was replayed.
 
         Returns what `replay_if_due` does.
@@ -240,22 +243,25 @@ class BatchReplayer:
         snapshot: Snapshot,
         variables: Mapping[str, Any],
         loss_scale: float,
-    ) -> Row:
+    ) -> Record | None:
         """Replays the batch of the last replay once more, after a change of the model.
 
-        The step is traced for it. What the change breaks in it is the `trace_error`.
+        The step is traced for it. Returns `None` if the batch was not kept, or its replay fails.
+
+        Raises:
+            RetraceError: If the change breaks the step.
         """
         if self._replayed is None:
-            return {"replay_error": "the batch was not kept"}
+            return None
         self._request(snapshot)
         try:
             graph = self._traced_for(self._replayed.data)
         except Exception as error:  # of the change, in code of the user's
-            return {"trace_error": reason_of(error)}
+            raise RetraceError(reason_of(error)) from error
         try:
             return self._replay_once(self._replayed, variables, snapshot, loss_scale, None, graph)
-        except Exception as error:  # of the change
-            return {"replay_error": reason_of(error)}
+        except Exception:  # of the change
+            return None
 
     def _replay(
         self,
@@ -264,18 +270,19 @@ class BatchReplayer:
         snapshot: Snapshot,
         loss_scale: float,
         failed: Failure | None,
-    ) -> Row:
-        """Replays a batch, and captures the next one. Returns the keys of a record."""
+    ) -> Record:
+        """Replays a batch, and captures the next one. Returns what `replay_if_due` does."""
         attempts = self._attempts
         self._request(snapshot)
         if self._capture.unrestorable:
-            attempts.stop(f"a replay would change {self._capture.unrestorable}")
-            return {"replay_error": attempts.reason}
+            reason = f"a replay would change {self._capture.unrestorable}"
+            attempts.stop(reason)
+            return Record(step=snapshot.step, replay_error=reason)
         try:
             found = self._replay_once(captured, variables, snapshot, loss_scale, failed)
         except TimeoutError as error:
             attempts.took_too_long(self._replayed)
-            return {"replay_error": f"TimeoutError: {error}"}
+            return Record(step=snapshot.step, replay_error=f"TimeoutError: {error}")
         # The user's code may fail outside its training step, or memory may be too small.
         except Exception as error:
             following = attempts.failed(error, self._replayed, captured)
@@ -286,7 +293,7 @@ class BatchReplayer:
                     whole = captured._replace(data=captured.whole)
                     return self._replay(whole, variables, snapshot, loss_scale, failed)
                 attempts.stop(f"{attempts.last_reason}, and the whole batch is too large")
-            return {"replay_error": attempts.last_reason}
+            return Record(step=snapshot.step, replay_error=attempts.last_reason or "")
         attempts.succeeded()
         return found
 
@@ -298,8 +305,8 @@ class BatchReplayer:
         loss_scale: float,
         failed: Failure | None,
         graph: StepGraph | None = None,
-    ) -> Row:
-        """Replays a part of a batch. Returns the keys of a record."""
+    ) -> Record:
+        """Replays a part of a batch. Returns a record with `replay`, and maybe `reference`."""
         began, most = time.monotonic(), self._schedule.time.most_seconds
         parts = [captured.data] if graph else self._attempts.parts(captured)
         graph = graph or self._graph_for(parts[0])
@@ -346,7 +353,8 @@ class BatchReplayer:
             raise TimeoutError(
                 f"{passes.examples} examples take longer than {most:.0f} s"
             ) from None
-        check_record({"replay": found})
+        record = Record(step=snapshot.step, replay=found)
+        check_record(record)
         if self._compares_formats and found.is_finite_in_float32:
             self._compares_formats = False
             self._schedule.note_format()
@@ -357,9 +365,8 @@ class BatchReplayer:
             self._take_fewer(took)
         for each in found.gradient_errors:
             self._largest_norms[each.layer] = max(each.norm, each.largest_norm)
-        record: Row = {"replay": found}
         if reference:
-            record["reference"] = reference
+            record.reference = reference
         return record
 
     @property

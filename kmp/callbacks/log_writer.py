@@ -16,8 +16,8 @@ from filelock import FileLock, Timeout
 
 from kmp.advice import advise
 from kmp.callbacks import tensorboard_events
-from kmp.callbacks.training_records import Row, record_size
-from kmp.records import Run, load_run
+from kmp.callbacks.training_records import record_size
+from kmp.records import Header, Record, Run, load_run
 from kmp.records.jsonl import FILE_NAME, LogEncoder
 from kmp.utils import atomic_files, user_messages
 
@@ -100,14 +100,14 @@ class LogWriter:
         self._folder, self._owner = folder, weakref.ref(owner)
         self._has_failed = self._has_records = self._has_warned_of_change = False
         self._encoder = LogEncoder()
-        self.fallbacks: list[Row] = []
+        self.fallbacks: list[Record] = []
         self.size_at_start = 0
         # The open log and the writer of the event files, unless opening them fails.
         self._lines: Any = None
         self._events: Any = None
         with self._stopping_on_write_error():
             kept = self._open_files(first_step)
-            self.fallbacks = [record for record in kept.rows if record.get("fallback")]
+            self.fallbacks = [record for record in kept.rows if record.fallback]
             sizes = [
                 *map(record_size, kept.rows),
                 *(file.stat().st_size for file in _event_files(folder)),
@@ -143,7 +143,7 @@ class LogWriter:
             if self._lines.closed:
                 raise OSError("a later training uses this folder")
             if self._has_records and self._is_changed():
-                self._continue_changed(record["step"])
+                self._continue_changed(record.step)
             self._write_line(record, run.header)
             size = self._write_events(record, run)
             self._events.flush()
@@ -178,7 +178,7 @@ class LogWriter:
                 " that can still be read. The callbacks' `run` has all records of this training."
             )
 
-    def _write_line(self, record: Row, header: Row) -> None:
+    def _write_line(self, record: Record, header: Header) -> None:
         if not self._has_records:
             if self._lines.tell():
                 self._lines.truncate(0)  # the header of a log without records
@@ -192,8 +192,8 @@ class LogWriter:
             str(self._folder), filename_suffix=tensorboard_events.SUFFIX
         )
 
-    def _write_events(self, record: Row, run: Run) -> int:
-        with self._events.as_default(step=record["step"]):
+    def _write_events(self, record: Record, run: Run) -> int:
+        with self._events.as_default(step=record.step):
             return tensorboard_events.write(record, run)
 
     @contextlib.contextmanager
@@ -213,7 +213,7 @@ class LogWriter:
             return
         try:
             run = load_run(self._folder)
-            with self._events.as_default(step=run.rows[-1]["step"]):
+            with self._events.as_default(step=run.rows[-1].step):
                 tensorboard_events.write_text("kmp/verdict", str(advise(run)))
             self._events.flush()
         except Exception as error:
@@ -249,13 +249,14 @@ def _continue_log(folder: Path, first_step: int) -> tuple[Run, bool]:
     if not log.exists() or not log.stat().st_size:
         return Run(), False
     earlier = load_run(log)
-    kept = Run([record for record in earlier.rows if record["step"] <= first_step], earlier.header)
+    kept = Run([record for record in earlier.rows if record.step <= first_step], earlier.header)
     goes_beyond = len(kept.rows) < len(earlier.rows)
     if not earlier.rows or (not goes_beyond and log.read_bytes().endswith(b"\n")):
         return kept, False
     encoder = LogEncoder()
+    lines = [encoder.line(kept.header), *map(encoder.line, kept.rows)]
     with atomic_files.atomic_write(log) as file:
-        file.write("".join(map(encoder.line, (kept.header, *kept.rows))).encode())
+        file.write("".join(lines).encode())
         file.flush()  # on a full disk, raises before the log is archived
         _archive(
             folder,

@@ -19,7 +19,7 @@ from kmp.callbacks.training_records import RECORDED, Logs, PathLike
 from kmp.gradients.sampling_clock import NEVER
 from kmp.guarding.guarded_step import trained_optimizers
 from kmp.optimizer import LossScaleOptimizer
-from kmp.records import Run
+from kmp.records import Header, Run
 from kmp.utils import user_messages, validation
 from kmp.utils.float_formats import FLOAT16
 
@@ -204,7 +204,7 @@ class Monitor(keras.callbacks.Callback):
         optimizers = self._watched_optimizers()
         if not optimizers:
             self.run.rows.clear()
-            self.run.header = {}
+            self.run.header = Header()
             return
         with self._only_watching(_CONFIGURATION_ERRORS):
             params = self.params or {}  # without `steps` if Keras does not know them

@@ -15,7 +15,6 @@ from kmp.callbacks.training_records import (
     LOSS_SCALE,
     OVERFLOWS,
     Logs,
-    Row,
     header,
     layer_classes,
     metrics_record,
@@ -26,7 +25,7 @@ from kmp.gradients.gradient_sampler import paths_of
 from kmp.gradients.sampling_clock import NEVER
 from kmp.guarding.guarded_step import Repair, guarded_step_of, trained_optimizers
 from kmp.optimizer import LossScaleOptimizer
-from kmp.records import GradientSample, Run, Snapshot
+from kmp.records import GradientSample, Record, Run, Snapshot
 from kmp.records.gradient_sample import layer_of
 from kmp.records.layer_names import stable_name, stable_names
 from kmp.utils import user_messages
@@ -99,7 +98,7 @@ class Recorder:
         self._is_open = False
         rows = self._rows_before()
         # Where the records begin, in a training that may continue another one.
-        self._began = rows[0]["step"] - 1 if rows else self.first_step
+        self._began = rows[0].step - 1 if rows else self.first_step
         # The bytes of records and TensorBoard's histograms, in memory or on disk.
         self._size = sum(map(record_size, rows))
         # `History` and `CSVLogger` take the keys of the first epoch, so all keys exist from the
@@ -127,8 +126,8 @@ class Recorder:
             self._keys_of_layers[layer] = f"{GRADIENTS}/{stable_name(layer, names)}"
         self.logged |= dict.fromkeys(self._keys_of_layers.values(), math.nan)
 
-    def _rows_before(self) -> list[Row]:
-        return [row for row in self.run.rows if row["step"] <= self.first_step]
+    def _rows_before(self) -> list[Record]:
+        return [row for row in self.run.rows if row.step <= self.first_step]
 
     def open_log(self) -> None:
         """Makes the run and the log continue after the step at which this training began."""
@@ -142,7 +141,7 @@ class Recorder:
             self._size = max(self._size, self._writer.size_at_start)
 
     @property
-    def earlier_fallbacks(self) -> list[Row]:
+    def earlier_fallbacks(self) -> list[Record]:
         """The `fallback` records in the log that this training continues."""
         return self._writer.fallbacks if self._writer else []
 
@@ -183,11 +182,12 @@ class Recorder:
         record = record_of(snapshot, self.previous, self._settings.recorded)
         sample = self.sampling.take(snapshot) if self.sampling else None
         if sample is not None:
-            self._add_sample(sample, snapshot, record)
-        if len(record) > 1:
+            self._add_sample(sample, record)
+        if record != Record(step=snapshot.step):  # else nothing is recorded of this step
             self.add(record)
         self.previous = snapshot
-        self.logged |= {key: record[key] for key in (LOSS_SCALE, OVERFLOWS) if key in record}
+        counters = [key for key in (LOSS_SCALE, OVERFLOWS) if key in self._settings.recorded]
+        self.logged |= {key: getattr(record, key) for key in counters}
         self._plan_next_read(snapshot.step)
         if sample is not None and self.sampling and self.sampling.needs_another():
             self.batches_left = 1
@@ -209,40 +209,39 @@ class Recorder:
         new = self._repairs[self.repairs_recorded :]
         self.repairs_recorded = len(self._repairs)
         for repair in new:
-            self.add({"fallback": list(repair.layers), "fallback_reason": repair.reason})
+            step, layers = self.previous.step, list(repair.layers)
+            self.add(Record(step=step, fallback=layers, fallback_reason=repair.reason))
 
-    def _add_sample(self, sample: GradientSample, snapshot: Snapshot, record: Row) -> None:
+    def _add_sample(self, sample: GradientSample, record: Record) -> None:
         """Adds a sample to the record of its step, or before it, as a record of its own."""
-        norm = sample.total_norm
-        found = {
-            "step": sample.step,
-            "grad_zeros": sample.histogram.zero_fraction,
-            "grad_norm": norm,
-            "sample": sample,
-        }
-        if sample.step == snapshot.step:
-            record.update(found)
-        else:  # an execution of several steps
-            self.add(found)
-        norms = {GRADIENTS: norm}
+        # Not that of the last step in an execution of several steps.
+        is_of_step = sample.step == record.step
+        target = record if is_of_step else Record(step=sample.step)
+        target.grad_zeros = sample.histogram.zero_fraction
+        target.grad_norm = sample.total_norm
+        target.sample = sample
+        if not is_of_step:
+            self.add(target)
+        norms = {GRADIENTS: target.grad_norm}
         if self._keys_of_layers:
             layers = sample.by_layer()
             keys = [self._keys_of_layers[layer] for layer in layers]
             norms |= zip(keys, layers.norm.tolist(), strict=True)
         self.logged |= {key: value for key, value in norms.items() if math.isfinite(value)}
 
-    def add(self, record: Row) -> None:
-        """Adds a record to `run` and the log; without a `step`, that of the last read step."""
+    def add(self, record: Record) -> None:
+        """Adds a record to `run` and the log."""
         # The first step builds the layers, and the optimizer of a loop.
-        if self.has_trained and "untrained_variables" not in self.run.settings:
+        if self.has_trained and not self._is_header_of_trained:
             self._set_header()
         self.open_log()
-        self.run.append({"step": self.previous.step} | record)
+        self.run.append(record)
         self._size += record_size(record)
         if self._writer:
             self._size += self._writer.write(self.run)
 
     def _set_header(self) -> None:
+        self._is_header_of_trained = self.has_trained
         self.run.header = header(
             self._model,
             self._optimizer,
@@ -256,7 +255,7 @@ class Recorder:
         metrics = {key: value for key, value in (logs or {}).items() if key not in self.logged}
         values = {"learning_rate": learning_rate, **metrics}
         record = metrics_record(self.previous.step, epoch, values)
-        if record["metrics"] and record["step"]:  # without a step the run has not begun
+        if record.metrics and record.step:  # without a step the run has not begun
             self.add(record)
 
     def warn_if_nothing_was_recorded(self) -> None:

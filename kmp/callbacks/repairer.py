@@ -17,17 +17,16 @@ from kmp.backend.keras_internals import (
     layers_in_16_bits,
     sublayers,
 )
-from kmp.callbacks.batch_replayer import BatchReplayer
+from kmp.callbacks.batch_replayer import BatchReplayer, RetraceError
 from kmp.callbacks.recorder import Recorder
 from kmp.callbacks.retracing import models_with, trace_again
-from kmp.callbacks.training_records import Row
 from kmp.diagnosis import Cure, RunMetrics, cure_of
 from kmp.diagnosis.branches import flushed_layers
 from kmp.diagnosis.precision_causes import Repaired
 from kmp.diagnosis.soundness import is_harmful
 from kmp.guarding.guarded_step import Repair, guarded_step_of
 from kmp.optimizer import LossScaleOptimizer
-from kmp.records import Replay
+from kmp.records import Record, Replay
 from kmp.utils import user_messages
 
 
@@ -78,28 +77,28 @@ class Repairer:
         layers = computing_layers(self._model, self._replayer.beside)
         paths: dict[str, None] = {}
         for row in rows:
-            paths |= dict.fromkeys(path for path in row["fallback"] if path in layers)
+            paths |= dict.fromkeys(path for path in row.fallback or () if path in layers)
         changed = layers_in_16_bits([layers[path] for path in paths])
         if not changed:
             return
-        reason = rows[-1].get("fallback_reason", "")
+        reason = rows[-1].fallback_reason or ""
         failed = self._set_to_float32(changed, Repair(tuple(paths), reason))
         self._recorder.repairs_recorded += 1
         # The log has the record. The run in memory begins here, with the counts of the optimizer.
         snapshot = self._optimizer.snapshot()
-        record: Row = {
-            "step": snapshot.step,
-            "fallback": list(paths),
-            "fallback_reason": reason,
-            "overflow_count": snapshot.overflow_count,
-            "nonfinite_loss_count": snapshot.nonfinite_loss_count,
-            "overflow_origins_by_variable": snapshot.overflow_origins_by_variable,
-        }
+        record = Record(
+            step=snapshot.step,
+            fallback=list(paths),
+            fallback_reason=reason,
+            overflow_count=snapshot.overflow_count,
+            nonfinite_loss_count=snapshot.nonfinite_loss_count,
+            overflow_origins_by_variable=snapshot.overflow_origins_by_variable,
+        )
         self._recorder.run.append(record)
         metrics = RunMetrics(self._recorder.run)
         repaired = Repaired.of(metrics)
         assert repaired is not None
-        when = f"as at step {rows[-1]['step']}, before the training was resumed,"
+        when = f"as at step {rows[-1].step}, before the training was resumed,"
         continues = "the training continues"
         finding = finding_of(repaired, metrics)
         self._warn(reason, when, continues, list(paths), changed, finding, failed)
@@ -120,18 +119,22 @@ class Repairer:
             return False
         while True:
             changed = layers_in_16_bits([layers[path] for path in cure.layers])
-            proof = self._proof(cure, changed) if changed else {}
+            proof, self.obstacle = None, ""
+            if changed:
+                try:
+                    proof = self._proof(cure, changed)
+                except RetraceError as error:
+                    self.obstacle = str(error)
             # Code of the user's may not take a float32 result beside float16: what contains it.
             around = [path.rpartition("/")[0] for path in cure.layers]
             outwards = [
                 outer if outer in layers else path
                 for outer, path in zip(around, cure.layers, strict=True)
             ]
-            if "trace_error" not in proof or tuple(outwards) == tuple(cure.layers):
+            if not self.obstacle or tuple(outwards) == tuple(cure.layers):
                 break
             cure = replace(cure, layers=tuple(dict.fromkeys(outwards)))
-        self.obstacle = proof.get("trace_error", "")
-        if "replay" not in proof:
+        if proof is None:
             return False
         self._apply(cure, changed, proof)
         return True
@@ -149,10 +152,13 @@ class Repairer:
                 " returns."
             )
 
-    def _proof(self, cure: Cure, changed: Sequence[keras.Layer]) -> Row:
-        """Replays the batch with the cure. Returns the record of a sound replay, or of an error.
+    def _proof(self, cure: Cure, changed: Sequence[keras.Layer]) -> Record | None:
+        """Replays the batch with the cure. Returns the record of the replay if it is sound.
 
-        Else an empty record. The layers have their policies again.
+        The layers have their policies again.
+
+        Raises:
+            RetraceError: If the cure breaks the training step.
         """
         before = [layer.dtype_policy for layer in changed]
         try:
@@ -166,12 +172,12 @@ class Repairer:
         finally:
             for layer, policy in zip(changed, before, strict=True):
                 layer.dtype_policy = policy
-        result = proof.get("replay")
-        if result is None:
-            return proof
+        result = proof.replay if proof else None
+        if not result:
+            return None
         is_sound = result.is_finite and not self._flushes_branch(cure, result)
         is_harmless = not is_harmful(result, self._recorder.run.format)
-        return proof if is_sound and (is_harmless or not cure.replay.is_finite) else {}
+        return proof if is_sound and (is_harmless or not cure.replay.is_finite) else None
 
     def _flushes_branch(self, cure: Cure, proof: Replay) -> bool:
         """Whether the proof flushes the branch that the search kept."""
@@ -197,12 +203,12 @@ class Repairer:
         usable = cure.replay.gradients.usable_scale or in_use
         return min(in_use, max(usable, self._optimizer.rule.min_scale))
 
-    def _apply(self, cure: Cure, changed: Sequence[keras.Layer], proof: Row) -> None:
+    def _apply(self, cure: Cure, changed: Sequence[keras.Layer], proof: Record) -> None:
         finding = finding_of(cure.cause, RunMetrics(self._recorder.run))
         failed = self._set_to_float32(changed, Repair(cure.layers, finding.title))
         continues = "the training continues"
-        if not cure.replay.is_finite:
-            continues += self._restore_loss_scale(proof["replay"], cure)
+        if proof.replay and not cure.replay.is_finite:
+            continues += self._restore_loss_scale(proof.replay, cure)
         self._recorder.add_repairs()
         self._recorder.add(proof)
         step = self._repaired_at = self._recorder.previous.step

@@ -10,8 +10,9 @@ from typing import Any
 
 import numpy as np
 import tensorflow as tf
+from msgspec import UNSET
 
-from kmp.records import ExponentHistogram, GradientSample, Run
+from kmp.records import ExponentHistogram, GradientSample, Record, Run
 from kmp.records.exponent_histogram import FIRST_EXPONENT
 from kmp.records.layer_names import stable_name, stable_names
 from kmp.records.run import scalars
@@ -25,7 +26,7 @@ _DESCRIPTION = (
 )
 
 
-def write(record: Mapping[str, Any], run: Run) -> int:
+def write(record: Record, run: Run) -> int:
     """Writes a record. Returns the bytes of its histograms.
 
     Args:
@@ -39,19 +40,14 @@ def write(record: Mapping[str, Any], run: Run) -> int:
     scale = values.pop("loss_scale", 0.0)
     if scale > 0 and run.has_loss_scale:  # a power of two: its axis is that of log2
         values["log2_loss_scale"] = math.log2(scale)
-    _write(
-        record["step"], [scalar_pb(f"kmp/{key}", value).value[0] for key, value in values.items()]
-    )
-    if "fallback" in record:
-        names = ", ".join(map(repr, record["fallback"]))
-        write_text("kmp/fallback", f"Set to float32: {names}\n{record.get('fallback_reason', '')}")
-    return (
-        write_histograms(
-            record["step"], histograms_by_tag(record["sample"], run.settings.get("layers", {}))
-        )
-        if "sample" in record
-        else 0
-    )
+    _write(record.step, [scalar_pb(f"kmp/{key}", value).value[0] for key, value in values.items()])
+    if record.fallback is not UNSET:
+        names = ", ".join(map(repr, record.fallback))
+        write_text("kmp/fallback", f"Set to float32: {names}\n{record.fallback_reason or ''}")
+    if record.sample is UNSET:
+        return 0
+    by_tag = histograms_by_tag(record.sample, run.settings.layers)
+    return write_histograms(record.step, by_tag)
 
 
 def write_text(tag: str, text: str) -> None:

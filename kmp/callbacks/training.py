@@ -16,11 +16,11 @@ from kmp.callbacks.recorder import Recorder
 from kmp.callbacks.repairer import Repairer
 from kmp.callbacks.report_writer import ReportWriter
 from kmp.callbacks.stuck_detector import Streak, StuckDetector, StuckError, explained
-from kmp.callbacks.training_records import Logs, Row
+from kmp.callbacks.training_records import Logs
 from kmp.guarding.guarded_step import guard_train_step
 from kmp.guarding.model_optimizers import optimizers_of
 from kmp.optimizer import LossScaleOptimizer
-from kmp.records import Run, Snapshot
+from kmp.records import Record, Run, Snapshot
 from kmp.utils import user_messages
 
 _CHECKED_EVERY = 32  # batches; each check copies 72 bytes from the device
@@ -228,7 +228,7 @@ class Training:
             snapshot = self.recorder.previous
             self._add(self._replayer.replay_if_due(snapshot, variables, is_last=is_last))
 
-    def _add(self, found: Row | None) -> None:
+    def _add(self, found: Record | None) -> None:
         if found:
             self.recorder.add(found)
 
@@ -258,7 +258,8 @@ class Training:
         if policy == nonfinite_steps.LOWER and not is_corrupt:
             before, now = nonfinite_steps.lower_learning_rate(self._optimizer)
             self._read(self._counts.step)
-            self.recorder.add({"lowered_learning_rate": now})
+            step = self.recorder.previous.step
+            self.recorder.add(Record(step=step, lowered_learning_rate=now))
             text += f" The learning rate is lowered from {before:g} to {now:g}."
         if is_last:
             text += " Later ones are counted without a warning."

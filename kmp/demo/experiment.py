@@ -115,7 +115,7 @@ class Result:
     def repairs(self) -> list[Repair]:
         """The repairs, oldest first."""
         rows = self.run.rows if self.run else []
-        return [Repair(row["step"], row["fallback"]) for row in rows if row.get("fallback")]
+        return [Repair(row.step, row.fallback) for row in rows if row.fallback]
 
 
 Results = dict[Variant, list[Result]]  # one for each seed

@@ -17,7 +17,7 @@ from kmp.advice import advise
 from kmp.demo import experiment
 from kmp.demo.experiment import Length, Result, Results
 from kmp.demo.explanation import explanation, mean_accuracy, warnings_of_repairs
-from kmp.records import Run
+from kmp.records import Record, Run
 from kmp.utils.float_formats import as_power
 
 SEEDS = (0, 1, 2)
@@ -127,7 +127,7 @@ def accuracies(results: Results, length: Length) -> Axes:
     runs = {}
     for variant, trained in results.items():
         rows = [
-            {"step": epoch * length.steps_per_epoch, "metrics": {name: accuracy}}
+            Record(step=epoch * length.steps_per_epoch, metrics={name: accuracy})
             for epoch, accuracy in enumerate(trained[0].accuracies)
         ]
         runs[variant.name] = Run(rows)

@@ -162,7 +162,7 @@ def _targets(
             targets=invalid,
             array=array,
         )
-    outputs = run.settings.get("output_layers", [])
+    outputs = run.settings.output_layers
     layer = outputs[invalid.output] if invalid.output < len(outputs) else ""
     marker = _marker(invalid)
     has_ignoring_loss = marker is not None and invalid.per_example > 1 and not invalid.key

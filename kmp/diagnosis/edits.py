@@ -26,7 +26,7 @@ def power(exponent: float) -> str:
 def in_float32(run: RunMetrics, layers: Iterable[str]) -> Edits:
     """Returns the edits after which layers, by path, or the model compute in float32."""
     created = dict.fromkeys(map(run.created_layer, layers))
-    if run.settings.get("model") in created.keys() - run.layers.keys():
+    if run.settings.model in created.keys() - run.layers.keys():
         return (IN_FLOAT32,)
     return tuple(ComputeInFloat32(name_of(path), run.layers.get(path, "")) for path in created)
 
@@ -46,7 +46,7 @@ def mixed_policy(dtype: str) -> SetArguments:
 
 def states_in_float32(run: RunMetrics, paths: Iterable[str]) -> Edits:
     """Returns the edits after which variables in 16 bits that a step assigns are in float32."""
-    policy = run.settings.get("policy")
+    policy = run.settings.policy
     if policy in DTYPES_16_BIT:
         return (mixed_policy(policy),)
     arguments = {"dtype": "'float32'"}
@@ -65,7 +65,7 @@ def larger_scale(run: RunMetrics, exponent: float) -> SetArguments:
     arguments = {"initial_scale": power(exponent)}
     if run.is_fixed:
         arguments = {"loss_scale": "'dynamic'", **arguments}
-    elif run.settings.get("max_scale", math.inf) < 2.0**exponent:
+    elif (run.settings.max_scale or math.inf) < 2.0**exponent:
         arguments["max_scale"] = power(FLOAT32.max_exponent)
     return SetArguments(run.settings_call, arguments)
 
@@ -101,17 +101,17 @@ def replayed(run: RunMetrics, replay: Replay) -> Edits:
 
 def optimizer_call(run: RunMetrics) -> str:
     """Returns the class of the inner optimizer as source, Keras' Adam if its name is none."""
-    optimizer = run.settings.get("optimizer", "")
+    optimizer = run.settings.optimizer
     if not optimizer.isidentifier():  # a log may hold anything
         return "keras.optimizers.Adam"
-    is_of_keras = run.settings.get("is_keras_optimizer", True)
+    is_of_keras = run.settings.is_keras_optimizer
     return f"keras.optimizers.{optimizer}" if is_of_keras else optimizer
 
 
 def learning_rate(run: RunMetrics) -> float | None:
     """Returns the highest learning rate known, of the first epoch and the ends of all."""
     _, recorded = run.run.metrics.get("learning_rate", ((), ()))
-    rates = [*recorded, run.settings.get("learning_rate", 0.0)]
+    rates = [*recorded, (run.settings.learning_rate or 0.0)]
     return max(filter(math.isfinite, rates), default=0.0) or None
 
 
@@ -129,7 +129,7 @@ def _update_ratio(run: RunMetrics) -> float:
     """Returns the ratio of update to weights that a smaller rate has to reduce."""
     if run.has_no_update:
         return run.estimated_update
-    is_highest_at_first = learning_rate(run) == run.settings.get("learning_rate")
+    is_highest_at_first = learning_rate(run) == run.settings.learning_rate
     early = _first_large_update(run) if is_highest_at_first else None
     return run.update_ratio[1] if early is None else early
 

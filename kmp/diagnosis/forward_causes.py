@@ -348,7 +348,7 @@ def _not_replayed(run: RunMetrics) -> LossInFloat16 | NonfiniteLossFunction | Un
     """Returns what is known of non-finite losses without a replay that shows them."""
     operations = soundness.in_float16(run.step_facts)
     if operations or run.run.last("loss_dtype") == FLOAT16.name:
-        change = edits.in_float32(run, run.settings.get("output_layers", []))
+        change = edits.in_float32(run, run.settings.output_layers)
         return LossInFloat16(
             name="loss_overflow", location=LOSS_FUNCTION, edits=change, operations=operations
         )

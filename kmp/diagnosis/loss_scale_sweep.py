@@ -14,7 +14,7 @@ from kmp.diagnosis.sample_statistics import (
     unscaled_counts,
     usable,
 )
-from kmp.records import GradientSample, Replay, Run
+from kmp.records import GradientSample, Record, Replay, Run
 from kmp.records.run import RUN_EXPECTED
 from kmp.utils import validation
 from kmp.utils.float_formats import FLOAT16, FLOAT32
@@ -127,7 +127,7 @@ def what_if(run: Run | Sequence[GradientSample]) -> WhatIf:
     10.0
     """
     if isinstance(run, Sequence) and all(isinstance(sample, GradientSample) for sample in run):
-        run = Run([{"step": sample.step, "sample": sample} for sample in run])
+        run = Run([Record(step=sample.step, sample=sample) for sample in run])
     validation.instance("run", run, Run, f"{RUN_EXPECTED}, or a sequence of its samples")
     assert isinstance(run, Run)
     curve = sweep(run, *statistics(run))

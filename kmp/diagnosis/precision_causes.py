@@ -1,7 +1,6 @@
 """Causes in finite passes: what 16 bits change, as a comparison with float32 measured it."""
 
 from dataclasses import dataclass
-from typing import Any
 
 from kmp.diagnosis import edits, soundness, thresholds
 from kmp.diagnosis.cause import (
@@ -14,7 +13,7 @@ from kmp.diagnosis.cause import (
     Stage,
 )
 from kmp.diagnosis.run_metrics import RunMetrics
-from kmp.records import Replay
+from kmp.records import Record, Replay
 from kmp.records.replay import (
     LOSS_FUNCTION,
     GradientError,
@@ -53,7 +52,7 @@ class UnscaledLoss(Cause):
             return None
         layers = [run.created_layer(layer) for layer in unscaled.layers]
         origin, location, change = "", layers[0], edits.NONE
-        if unscaled.origin and run.settings.get("train_step") == "keras":
+        if unscaled.origin and run.settings.train_step == "keras":
             origin = location = run.created_layer(unscaled.origin)
         if unscaled.change:  # it is in the training step
             location = ""
@@ -213,7 +212,7 @@ class Repaired(Cause):
         layers: The paths of the layers of all repairs.
     """
 
-    record: dict[str, Any]
+    record: Record
     layers: list[str]
 
     @classmethod
@@ -223,7 +222,7 @@ class Repaired(Cause):
             return None
         layers: list[str] = []
         for row in run.complete_run.rows:
-            layers += row.get("fallback", ())
+            layers += row.fallback or ()
         return cls(
             name="float32_fallback",
             severity=INFO,

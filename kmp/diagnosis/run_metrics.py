@@ -9,11 +9,13 @@ from operator import attrgetter, itemgetter
 from typing import Any
 
 import numpy as np
+from msgspec import UNSET
+from msgspec.structs import asdict, replace
 
 from kmp.diagnosis import branches, soundness, thresholds
 from kmp.diagnosis.loss_scale_sweep import WhatIf, sweep
 from kmp.diagnosis.sample_statistics import counts_below, statistics, unscaled_counts, usable
-from kmp.records import Replay, Run
+from kmp.records import GradientSample, Record, Replay, Run, Settings
 from kmp.records.gradient_sample import layer_of
 from kmp.records.replay import LOSS_FUNCTION, GradientError
 from kmp.records.step_facts import StepFacts
@@ -45,15 +47,15 @@ class RunMetrics:
         newest = self.finite_samples[-1].loss_scale if self.finite_samples else 0.0
         self.usable_samples = [each for each in self.finite_samples if each.loss_scale >= newest]
 
-    def _read_settings(self, settings: dict[str, Any]) -> None:
+    def _read_settings(self, settings: Settings) -> None:
         self.settings = settings
         # The call that set the loss scale: `kmp.enable` sets what no other call sets.
-        self.settings_call: str = settings.get("settings_call", "kmp.enable")
-        self.is_fixed: bool = settings.get("rule") == "FixedScale"
-        self.min_scale: float = settings.get("min_scale", FLOAT16.smallest_normal)
-        dtypes = settings.get("compute_dtypes")
+        self.settings_call: str = settings.settings_call
+        self.is_fixed: bool = settings.rule == "FixedScale"
+        self.min_scale: float = settings.min_scale or FLOAT16.smallest_normal
+        dtypes = settings.compute_dtypes
         self.dtypes = " and ".join(dtypes or ["an unknown dtype"])
-        self.layers: dict[str, str] = settings.get("layers", {})  # the classes, by path
+        self.layers: dict[str, str] = settings.layers  # the classes, by path
 
     def _read_replays(self, run: Run) -> None:
         self.replays = [replay for _, replay in run.replays]
@@ -74,9 +76,9 @@ class RunMetrics:
         )
 
     def _read_counts(self, run: Run) -> None:
-        self.last_step = max((row["step"] for row in self.complete_run.rows), default=0)
+        self.last_step = max((row.step for row in self.complete_run.rows), default=0)
         self.skipped_steps: int | None = self.complete_run.last("overflow_count")
-        self.steps = self.last_step - (self.fallback["step"] if self.fallback else 0)
+        self.steps = self.last_step - (self.fallback.step if self.fallback else 0)
         # Of `steps`, those that were skipped; of these, those with a non-finite loss.
         self.overflows = int(run.last("overflow_count") or 0)
         self.nonfinite_losses = int(run.last("nonfinite_loss_count") or 0)
@@ -95,12 +97,12 @@ class RunMetrics:
     @property
     def step_facts(self) -> StepFacts | None:
         """What the graph of the training step shows; `None` if that is not known."""
-        return self.settings.get("step_facts")
+        return self.settings.step_facts
 
     @property
     def has_step_of_keras(self) -> bool:
         """Whether `fit` trains with the training step of Keras."""
-        return bool(self.settings.get("in_fit")) and self.settings.get("train_step") == "keras"
+        return bool(self.settings.in_fit) and self.settings.train_step == "keras"
 
     def layer_of(self, variable: str) -> str:
         """Returns the path of the layer that a program creates and that has this variable.
@@ -120,7 +122,7 @@ class RunMetrics:
         """Returns what a finding calls a layer: its name, or its path if several have this name."""
         if layer == LOSS_FUNCTION:
             return layer
-        if layer == self.settings.get("model"):
+        if layer == self.settings.model:
             return f"model {layer!r} outside its layers"
         name = name_of(layer)
         namesakes = [path for path in self.layers if name_of(path) == name]
@@ -304,8 +306,8 @@ class RunMetrics:
         Of SGD, which multiplies gradients by the learning rate: from the last gradients in float32.
         Momentum makes later ones larger.
         """
-        rate = self.settings.get("learning_rate", 0.0)
-        is_known = self.settings.get("optimizer") == "SGD" and not self.settings.get("clips")
+        rate = self.settings.learning_rate or 0.0
+        is_known = self.settings.optimizer == "SGD" and not self.settings.clips
         norms = [sample.weight_norm for sample in self.samples if sample.weight_norm > 0]
         if not (is_known and norms and self.run.references):
             return 0.0
@@ -334,7 +336,7 @@ class RunMetrics:
     @cached_property
     def flushed_branch(self) -> list[str]:
         """Those of the `flushed_layers` that are part of a branch, while others are kept."""
-        next_layers = self.settings.get("next_layers", {})
+        next_layers = self.settings.next_layers
         return branches.flushed_branch(self.flushed, self.layer_of, next_layers)
 
     def gap_of(self, layers: Sequence[str], replay: Replay) -> branches.Gap | None:
@@ -343,15 +345,13 @@ class RunMetrics:
         In float32, as recorded with a replay; `None` without a record.
         """
         rows = self.run.rows
-        reference = next(
-            (row.get("reference") for row in rows if row.get("replay") is replay), None
-        )
-        if reference is None:
+        reference = next((row.reference for row in rows if row.replay is replay), None)
+        if not isinstance(reference, GradientSample):
             return None
         repaired: set[str] = set()
         for row in self.complete_run.rows:
-            repaired.update(row.get("fallback", ()))
-        float32_variables = self.settings.get("float32_variables", [])
+            repaired.update(row.fallback or ())
+        float32_variables = self.settings.float32_variables
         branch, others = [], []
         for name in reference.names:
             if self.layer_of(name) in layers:
@@ -401,7 +401,7 @@ class RunMetrics:
     @property
     def has_never_updated(self) -> bool:
         """Whether all recorded steps were skipped, so that the weights are those of the start."""
-        first_step = min((row["step"] for row in self.run.rows), default=0)
+        first_step = min((row.step for row in self.run.rows), default=0)
         return first_step > 0 and self.consecutive_overflows > self.last_step - first_step
 
     @property
@@ -416,13 +416,14 @@ class RunMetrics:
         With that record's step and loss scale.
         """
         unknown = 0, 0, self.scale
-        rows = sorted(self.run.rows, key=itemgetter("step"))
-        if not rows or rows[0]["step"] > 1:
+        rows = sorted(self.run.rows, key=attrgetter("step"))
+        if not rows or rows[0].step > 1:
             return unknown
-        for step, records in itertools.groupby(rows, key=itemgetter("step")):
+        for step, records in itertools.groupby(rows, key=attrgetter("step")):
             merged: dict[str, Any] = {}
             for record in records:
-                merged.update((key, value) for key, value in record.items() if value is not None)
+                values = asdict(record).items()
+                merged.update((key, value) for key, value in values if value not in (None, UNSET))
             has_both = {"loss_scale", "overflow_count"} <= merged.keys()
             if has_both and merged.get("overflows_in_a_row") == 0:
                 overflows = merged["overflow_count"] - merged.get("nonfinite_loss_count", 0)
@@ -447,12 +448,12 @@ def _fails_forward(replay: Replay) -> bool:
     return not replay.is_finite and not replay.is_finite_forward
 
 
-def since_last_fallback(run: Run) -> tuple[dict[str, Any] | None, Run]:
+def since_last_fallback(run: Run) -> tuple[Record | None, Run]:
     """Returns the record in which layers were last set to float32, and the run after it.
 
     The counts of that run begin there. `None` and the run itself if there is none.
     """
-    fallbacks = [index for index, row in enumerate(run.rows) if row.get("fallback")]
+    fallbacks = [index for index, row in enumerate(run.rows) if row.fallback]
     if not fallbacks:
         return None, run
     begin = fallbacks[-1] + 1
@@ -461,15 +462,19 @@ def since_last_fallback(run: Run) -> tuple[dict[str, Any] | None, Run]:
     return before.rows[-1], Run(rows, run.header)
 
 
-def _counted_after(before: Run, row: dict[str, Any]) -> dict[str, Any]:
+def _counted_after(before: Run, row: Record) -> Record:
     """Returns a record without what a run before it has counted."""
-    row = dict(row)
-    for key in row.keys() & {"overflow_count", "nonfinite_loss_count"}:
-        row[key] -= int(before.last(key) or 0)
-    origins = "overflow_origins_by_variable"
-    if origins in row:
-        earlier = before.last(origins) or {}
-        row[origins] = {path: count - earlier.get(path, 0) for path, count in row[origins].items()}
+    row = replace(row)
+    if row.overflow_count is not UNSET:
+        row.overflow_count -= int(before.last("overflow_count") or 0)
+    if row.nonfinite_loss_count is not UNSET:
+        row.nonfinite_loss_count -= int(before.last("nonfinite_loss_count") or 0)
+    if row.overflow_origins_by_variable is not UNSET:
+        earlier = before.last("overflow_origins_by_variable") or {}
+        row.overflow_origins_by_variable = {
+            path: count - earlier.get(path, 0)
+            for path, count in row.overflow_origins_by_variable.items()
+        }
     return row
 
 

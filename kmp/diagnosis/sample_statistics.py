@@ -89,7 +89,7 @@ def statistics(run: Run) -> tuple[list[SampleStatistics], list[SampleStatistics]
     Without the variables of float32 layers. float16 does not affect these. If all layers compute in
     float32, all variables are kept: the result then shows what float16 would lose.
     """
-    excluded = frozenset(run.settings.get("float32_variables") or ())
+    excluded = frozenset(run.settings.float32_variables or ())
     samples = [SampleStatistics(each, excluded) for each in run.samples]
     references = [SampleStatistics(each, excluded) for each in run.references]
     return samples, references

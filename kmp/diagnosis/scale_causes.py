@@ -162,7 +162,7 @@ def infinite_slope(
 
 def hidden_in_forward(run: RunMetrics, replay: Replay) -> NonfiniteOperation | None:
     """Returns the logarithm of 0, or the division by 0, whose Inf only the gradients show."""
-    needed = {*replay.float32_layers, LOSS_FUNCTION, run.settings.get("model")}
+    needed = {*replay.float32_layers, LOSS_FUNCTION, run.settings.model}
     for found in replay.operations:
         if found.is_backward or found.layer not in needed:
             continue
@@ -320,7 +320,7 @@ class HysteresisTooLarge(Cause):
     @classmethod
     def of(cls, run: RunMetrics) -> "HysteresisTooLarge | None":
         """Returns the cause if the run has it."""
-        value = run.settings.get("hysteresis", 1)
+        value = run.settings.hysteresis
         if run.is_fixed or not run.is_stuck or run.nonfinite_losses:
             return None
         replay = run.backward_replay
@@ -359,7 +359,7 @@ class InitialScaleTooLarge(Cause):
     @classmethod
     def of(cls, run: RunMetrics) -> "InitialScaleTooLarge | None":
         """Returns the cause if the run has it."""
-        initial = run.settings.get("initial_scale")
+        initial = run.settings.initial_scale
         if run.is_fixed or initial is None:
             return None
         skipped, first_steps, stable = run.startup_overflows
@@ -389,8 +389,8 @@ class InitialScaleTooLarge(Cause):
 
 def _lowest_after(run: RunMetrics, initial: float, skipped: int) -> float:
     """Returns the scale after that many overflows, and a growth at most."""
-    backoff = run.settings.get("backoff_factor", 0.5)
-    return initial * backoff**skipped * run.settings.get("growth_factor", 2.0)
+    backoff = run.settings.backoff_factor
+    return initial * backoff**skipped * run.settings.growth_factor
 
 
 def _severity_of_slow_start(run: RunMetrics, skipped: int) -> str:
@@ -421,11 +421,11 @@ class GrowthTooFast(Cause):
     @classmethod
     def of(cls, run: RunMetrics) -> "GrowthTooFast | None":
         """Returns the cause if the run has it."""
-        interval = run.settings.get("growth_interval")
+        interval = run.settings.growth_interval
         if run.is_fixed or interval is None:
             return None
         growth, backoff = _factors(run)
-        patience = run.settings.get("hysteresis", 1)
+        patience = run.settings.hysteresis
         to_undo = -math.log2(growth) / math.log2(backoff) * patience
         if to_undo < interval / thresholds.SMALL_GROWTH_INTERVAL:
             return None
@@ -463,4 +463,4 @@ class GrowthTooFast(Cause):
 
 def _factors(run: RunMetrics) -> tuple[float, float]:
     """Returns `growth_factor` and `backoff_factor`."""
-    return run.settings.get("growth_factor", 2.0), run.settings.get("backoff_factor", 0.5)
+    return run.settings.growth_factor, run.settings.backoff_factor

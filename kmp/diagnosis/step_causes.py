@@ -52,7 +52,7 @@ class WronglyScaled(Cause):
         if facts is None or facts.scaling in _NO_FAULTS or run.has_step_of_keras:
             return None
         layers = dict.fromkeys(run.created_layer(layer_of(path)) for path in facts.variables)
-        is_of_fit = bool(run.settings.get("in_fit"))
+        is_of_fit = bool(run.settings.in_fit)
         optimizer = "self.optimizer" if is_of_fit else "optimizer"
         return cls(
             name="unscaled_loss",

@@ -266,7 +266,7 @@ class UntrainedVariables(Cause):
     @classmethod
     def of(cls, run: RunMetrics) -> "UntrainedVariables | None":
         """Returns the cause if the run has it."""
-        names = run.settings.get("untrained_variables")
+        names = run.settings.untrained_variables
         if not names:
             return None
         return cls(name="untrained", severity=INFO, location=names[0], variables=names)

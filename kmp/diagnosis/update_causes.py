@@ -37,11 +37,11 @@ class DivisionByEpsilon(Cause):
     @classmethod
     def of(cls, run: RunMetrics) -> "DivisionByEpsilon | None":
         """Returns the cause if the run has it."""
-        epsilon, replay = run.settings.get("epsilon"), run.forward_replay
+        epsilon, replay = run.settings.epsilon, run.forward_replay
         variables = replay.batch.nonfinite_variables if replay else []
         if epsilon is None or not variables:
             return None
-        is_float16 = FLOAT16.name in run.settings.get("variable_dtypes", [])
+        is_float16 = FLOAT16.name in run.settings.variable_dtypes
         # TensorFlow flushes subnormal numbers to zero.
         is_always_zero = abs(epsilon) < FLOAT32.smallest_normal
         if not is_always_zero and not (is_float16 and epsilon <= LARGEST_LOST):
@@ -87,14 +87,14 @@ class LostSquares(Cause):
     def of(cls, run: RunMetrics) -> "LostSquares | None":
         """Returns the cause if the run has it."""
         rate = edits.learning_rate(run)
-        epsilon = run.settings.get("epsilon")
+        epsilon = run.settings.epsilon
         if epsilon is None or epsilon <= LARGEST_LOST or not rate:
             return None
-        if run.settings.get("optimizer", "") not in _WITH_SQUARES:
+        if run.settings.optimizer not in _WITH_SQUARES:
             return None
-        if FLOAT16.name not in run.settings.get("variable_dtypes", []):
+        if FLOAT16.name not in run.settings.variable_dtypes:
             return None
-        rate *= run.settings.get("steps_per_execution", 1)
+        rate *= run.settings.steps_per_execution
         steps = ((change / rate, path, step) for change, path, step in _changes(run))
         times, path, step = max(steps, default=(0.0, "", 0))
         highest = _highest_lost(run)
@@ -119,7 +119,7 @@ def _changes(run: RunMetrics) -> Iterator[tuple[float, str, int]]:
 
     With the path of the variable and the step.
     """
-    in_float32 = run.settings.get("float32_variables", ())
+    in_float32 = run.settings.float32_variables
     for sample in filter(_has_finite_update, run.run.samples):
         columns = zip(
             sample.names, sample.update_norm.tolist(), sample.updates.tolist(), strict=True
@@ -135,7 +135,9 @@ def _has_finite_update(sample: GradientSample) -> bool:
 
 def _highest_lost(run: RunMetrics) -> int:
     """Returns log2 of the gradients whose squares add nothing to a mean in float16."""
-    part = 1.0 - run.settings.get("beta_2", _BETA_2)  # of a square is added to the mean
+    part = 1.0 - (
+        _BETA_2 if run.settings.beta_2 is None else run.settings.beta_2
+    )  # of a square is added to the mean
     return math.floor(math.log2(LARGEST_LOST / part) / 2) if part > 0 else 0
 
 
@@ -275,7 +277,7 @@ class LostUpdates(Cause):
     @classmethod
     def of(cls, run: RunMetrics) -> "LostUpdates | None":
         """Returns the cause if the run has it."""
-        dtypes = run.settings.get("variable_dtypes", [])
+        dtypes = run.settings.variable_dtypes
         number_format = next((each for each in (FLOAT16, BFLOAT16) if each.name in dtypes), None)
         if number_format is None:
             return None
@@ -285,7 +287,7 @@ class LostUpdates(Cause):
             return None
         variables = _mostly_unchanged(nonzero, unchanged)
         layers = []
-        if run.settings.get("policy", number_format.name) != number_format.name:
+        if run.settings.policy not in ("", number_format.name):
             layers = list(dict.fromkeys(map(run.layer_of, variables)))
         return cls(
             name="lost_updates",
@@ -331,10 +333,10 @@ def _are_of_all_layers(run: RunMetrics, variables: Sequence[str], name: str) -> 
 
     One that code or one layer chooses for itself is changed there.
     """
-    if run.settings.get("own_dtype_variables"):
+    if run.settings.own_dtype_variables:
         return False
     has_several_layers = len(set(map(run.layer_of, variables))) > 1
-    return has_several_layers and run.settings.get("variable_dtypes") == [name]
+    return has_several_layers and run.settings.variable_dtypes == [name]
 
 
 def _with_float32_weights(
@@ -342,14 +344,14 @@ def _with_float32_weights(
 ) -> Edits:
     """Returns the edits after which 16-bit variables are float32: all, or those of a layer."""
     name = number_format.name
-    is_of_model = not variables or run.settings.get("policy", name) == name
-    is_mixed = run.settings.get("policy_in_force") == f"mixed_{name}"
+    is_of_model = not variables or run.settings.policy in ("", name)
+    is_mixed = run.settings.policy_in_force == f"mixed_{name}"
     if is_mixed and (is_of_model or _are_of_all_layers(run, variables, name)):
         # The layers keep the policy with which they were created, in another program maybe.
         return (PrepareData(with_float32_weights(name)),)
     if is_of_model:
         return (edits.mixed_policy(name),)
-    with_own_dtype = run.settings.get("own_dtype_variables", [])
+    with_own_dtype = run.settings.own_dtype_variables
     own = [path for path in variables if path in with_own_dtype]
     others = [path for path in variables if path not in with_own_dtype]
     change: list[Edit] = []

@@ -160,11 +160,11 @@ def exponents_over_steps(run: Run, ax: Axes | None = None) -> Axes:
         on a log scale.
 
     Example:
-    >>> from kmp.records import GradientSample
+    >>> from kmp.records import GradientSample, Record
     >>> counts = np.bincount([0] * 3 + [130] * 5 + [131] * 8, minlength=280)[None]
     >>> amax, norm = np.array([2.0**-18]), np.array([1e-5])
     >>> sample = GradientSample(1, 1024.0, ("dense/kernel",), counts, amax, norm)
-    >>> run = Run([{"step": 1, "sample": sample}])
+    >>> run = Run([Record(step=1, sample=sample)])
     >>> exponents_over_steps(run).get_xlabel()
     'training step'
     """

@@ -39,11 +39,12 @@ def layer_errors(run: Run, ax: Axes | None = None) -> Axes:
         are drawn at 1e-6.
 
     Example:
+    >>> from kmp.records import Record
     >>> from kmp.records.replay import Comparison, LayerError, Replay
     >>> errors = [LayerError("net/first", 1.5, 1.5), LayerError("net/last", 1.2, 0.001)]
     >>> found = Comparison(output_error=1.2, layers=errors)
     >>> replay = Replay(32, 2.0**15, 1.0, 1.0, True, True, comparison=found)
-    >>> layer_errors(Run([{"step": 9, "replay": replay}])).get_title(loc="left")
+    >>> layer_errors(Run([Record(step=9, replay=replay)])).get_title(loc="left")
     'Harmful error begins at net/first'
     """
     validation.instance("run", run, Run, RUN_EXPECTED)
@@ -131,8 +132,9 @@ def overflowing_variables(run: Run, ax: Axes | None = None, top: int = 10) -> Ax
         ValueError: If `top` is not positive.
 
     Example:
+    >>> from kmp.records import Record
     >>> counts = {"overflows_by_variable": {"dense/kernel": 4, "dense/bias": 4}}
-    >>> run = Run([{"step": 9, "overflow_origins_by_variable": {"dense/bias": 4}, **counts}])
+    >>> run = Run([Record(step=9, overflow_origins_by_variable={"dense/bias": 4}, **counts)])
     >>> [label.get_text() for label in overflowing_variables(run).get_yticklabels()]
     ['dense/bias', 'dense/kernel']
     """

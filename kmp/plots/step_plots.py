@@ -34,7 +34,8 @@ def loss_scale(run: Run, ax: Axes | None = None) -> Axes:
         The axes: training steps along x, the loss scale along y on a log2 axis.
 
     Example:
-    >>> run = Run([{"step": 1, "loss_scale": 8.0}, {"step": 2, "loss_scale": 16.0}])
+    >>> from kmp.records import Record
+    >>> run = Run([Record(step=1, loss_scale=8.0), Record(step=2, loss_scale=16.0)])
     >>> loss_scale(run).get_title(loc="left")
     'The loss scale ends at $2^{4}$'
     """
@@ -62,7 +63,7 @@ def loss_scale(run: Run, ax: Axes | None = None) -> Axes:
         ax.plot(*marks.T, "x", color=style.MIDDLE, markersize=size, label=label, zorder=3)
 
     # Layers set to float32.
-    fallbacks = [row["step"] for row in run.rows if row.get("fallback")]
+    fallbacks = [row.step for row in run.rows if row.fallback]
     if fallbacks:
         lines = ax.vlines(fallbacks, 0, 1, transform=ax.get_xaxis_transform())
         lines.set(color=style.DARK_LIGHT, linestyle="dotted", label="layers set to float32")
@@ -81,7 +82,7 @@ def _scale_title(run: Run, scale: float) -> str:
     count = run.last("overflow_count")
     if count is None:
         return title
-    last = max(row["step"] for row in run.rows)
+    last = max(row.step for row in run.rows)
     verb = "was" if count == 1 else "were"
     return f"{title}; {count:,} of {last:,} steps {verb} skipped"
 
@@ -98,10 +99,10 @@ def _skipped_steps(run: Run, scale_steps: np.ndarray, scales: np.ndarray) -> np.
         An array of shape `(records, 2)`.
     """
     settings = run.settings
-    growth_interval = settings.get("growth_interval", np.inf)
-    lowest = settings.get("min_scale", 0.0)
-    backs_off_at_once = settings.get("hysteresis", 1) == 1
-    backoff = 1.0 if settings.get("rule") == "FixedScale" else settings.get("backoff_factor", 0.5)
+    growth_interval = settings.growth_interval or np.inf
+    lowest = settings.min_scale or 0.0
+    backs_off_at_once = settings.hysteresis == 1
+    backoff = 1.0 if settings.rule == "FixedScale" else settings.backoff_factor
     clean = dict(zip(*_by_step(run, "clean_steps"), strict=True))
     losses = dict(zip(*_by_step(run, "nonfinite_loss_count"), strict=True))
 
@@ -147,7 +148,8 @@ def metric(runs: Mapping[str, Run], name: str, ax: Axes | None = None) -> Axes:
         The axes: training steps along x, the metric at the end of each epoch along y.
 
     Example:
-    >>> run = Run([{"step": 10, "epoch": 0, "metrics": {"val_accuracy": 0.5}}])
+    >>> from kmp.records import Record
+    >>> run = Run([Record(step=10, epoch=0, metrics={"val_accuracy": 0.5})])
     >>> metric({"float16": run}, "val_accuracy").get_title(loc="left")
     'val_accuracy at the end: 0.5'
     """

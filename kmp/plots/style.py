@@ -125,9 +125,9 @@ def save(ax: Axes, path: Path) -> None:
     Example:
     >>> import tempfile
     >>> from kmp.plots import loss_scale
-    >>> from kmp.records import Run
+    >>> from kmp.records import Record, Run
     >>> file = Path(tempfile.mkdtemp()) / "loss_scale.png"
-    >>> save(loss_scale(Run([{"step": 1, "loss_scale": 8.0}])), file)
+    >>> save(loss_scale(Run([Record(step=1, loss_scale=8.0)])), file)
     >>> file.exists()
     True
     """

@@ -23,6 +23,7 @@ decompressed), and the number of variables (262,144). Unknown keys are ignored.
 
 from kmp.records.exponent_histogram import BIN_COUNT, ExponentHistogram
 from kmp.records.gradient_sample import GradientSample
+from kmp.records.log_schema import Header, Record, Settings
 from kmp.records.replay import Replay
 from kmp.records.run import Run, load_run
 from kmp.records.snapshot import Snapshot
@@ -31,8 +32,11 @@ __all__ = [
     "BIN_COUNT",
     "ExponentHistogram",
     "GradientSample",
+    "Header",
+    "Record",
     "Replay",
     "Run",
+    "Settings",
     "Snapshot",
     "load_run",
 ]

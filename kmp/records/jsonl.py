@@ -1,23 +1,40 @@
 """Encoding and decoding of the lines of a log, see `kmp.records`. Needs no Keras."""
 
-from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import msgspec
+from msgspec import UNSET, Struct, UnsetType
+from msgspec.structs import asdict
 
 from kmp.records import flat_replays
 from kmp.records.compact_sample import compact, expanded
-from kmp.records.log_schema import Header, Record
+from kmp.records.log_schema import Header, Record, Sample
 from kmp.utils.names import printable
 
 FILE_NAME = "kmp.jsonl"
 SAMPLE_KEYS = ("sample", "reference")
-RECORD_KEYS = frozenset(Record.__annotations__)
 _HEADER_BEGIN = b'{"schema":'
 _LONGEST_MESSAGE = 300
-_HEADER: msgspec.json.Decoder[Any] = msgspec.json.Decoder(Header)
-_RECORD: msgspec.json.Decoder[Any] = msgspec.json.Decoder(Record)
+
+
+class _Format(Struct):
+    """What the first line of a log must have."""
+
+    schema: int
+    kind: str
+
+
+# A record as it stands in a log, with the compact form of its samples.
+_Line = msgspec.defstruct(
+    "_Line",
+    [(key, Sample | UnsetType, UNSET) for key in SAMPLE_KEYS],
+    bases=(Record,),
+    kw_only=True,
+)
+_FORMAT = msgspec.json.Decoder(_Format)
+_HEADER = msgspec.json.Decoder(Header)
+_LINE = msgspec.json.Decoder(_Line)
 
 
 class LogEncoder:
@@ -29,43 +46,53 @@ class LogEncoder:
     def __init__(self) -> None:
         self._names: tuple[str, ...] | None = None  # of the last sample
 
-    def line(self, row: Mapping[str, Any]) -> str:
+    def line(self, part: Header | Record) -> str:
         """Returns the header or a record as one line of JSON; non-finite numbers become null."""
-        data = dict(row)
-        for key in (key for key in SAMPLE_KEYS if key in row):
-            data[key] = dict(compact(row[key]))
-            if row[key].names == self._names:
-                del data[key]["names"]
-            self._names = row[key].names
+        samples: dict[str, Any] = {}
+        for key in SAMPLE_KEYS:
+            sample = getattr(part, key, UNSET)
+            if sample is UNSET:
+                continue
+            samples[key] = dict(compact(sample))
+            if sample.names == self._names:
+                del samples[key]["names"]
+            self._names = sample.names
+        if samples:
+            part = msgspec.structs.replace(part, **samples)
         # The hook gets the scalars of NumPy.
-        return msgspec.json.encode(data, enc_hook=lambda value: value.item()).decode() + "\n"
+        return msgspec.json.encode(part, enc_hook=lambda value: value.item()).decode() + "\n"
 
 
-def to_line(row: Mapping[str, Any]) -> str:
+def to_line(part: Header | Record) -> str:
     """Returns the header or a record as one line of JSON, with the names of its samples."""
-    return LogEncoder().line(row)
+    return LogEncoder().line(part)
 
 
-def check_record(record: Mapping[str, Any]) -> None:
-    """Raises an error if a log cannot hold the keys and values of a record without a sample."""
-    _RECORD.decode(to_line({"step": 0} | dict(record)))
+def check_record(record: Record) -> None:
+    """Raises an error if a log cannot hold the values of a record."""
+    _LINE.decode(to_line(record))
 
 
-def read_log(file: Path) -> Iterator[dict[str, Any]]:
-    """Yields the header and the records of a log, with their samples; errors as in `load_run`."""
+def read_log(file: Path) -> tuple[Header, list[Record]]:
+    """Returns the header and the records of a log, with their samples; errors as in `load_run`."""
+    header, records = Header(), []
     names: tuple[str, ...] | None = None  # of the last sample: the samples of a run share them
     with file.open("rb") as lines:
         for number, line in enumerate(lines, 1):
             if _is_truncated(line, is_first=number == 1):
-                return
+                break
             try:
-                record = _HEADER.decode(line) if number == 1 else _decoded(line)
-                names = _expand_samples(record, names)
+                if number == 1:
+                    _FORMAT.decode(line)
+                    header = _HEADER.decode(line)
+                else:
+                    record, names = _decoded(line, names)
+                    records.append(record)
             except (msgspec.MsgspecError, ValueError, RecursionError) as error:
                 message = f"{file}:{number}: {str(error)[:_LONGEST_MESSAGE]}"
                 # Python prints an uncaught error as it is.
                 raise ValueError(printable(message)) from error
-            yield record
+    return header, records
 
 
 def _is_truncated(line: bytes, is_first: bool) -> bool:
@@ -74,21 +101,24 @@ def _is_truncated(line: bytes, is_first: bool) -> bool:
     return is_of_log and not line.endswith(b"\n")
 
 
-def _decoded(line: bytes) -> dict[str, Any]:
-    if flat_replays.MARK not in line:
-        return _RECORD.decode(line)
-    record = msgspec.json.decode(line)
-    if isinstance(record, dict) and isinstance(record.get("replay"), dict):
-        record["replay"] = flat_replays.nested(record["replay"])
-    return msgspec.convert(record, Record)
+def _decoded(line: bytes, names: tuple[str, ...] | None) -> tuple[Record, tuple[str, ...] | None]:
+    """Returns the record of a line, and the names of the variables of the last sample.
 
-
-def _expand_samples(
-    record: dict[str, Any], names: tuple[str, ...] | None
-) -> tuple[str, ...] | None:
-    """Expands the samples of a record. Returns the names of the variables of the last one."""
-    for key in (key for key in SAMPLE_KEYS if key in record):
-        data = record[key]
+    Args:
+        line: The line.
+        names: The names of the variables of the last sample before it.
+    """
+    if flat_replays.MARK in line:
+        decoded = msgspec.json.decode(line)
+        if isinstance(decoded, dict) and isinstance(decoded.get("replay"), dict):
+            decoded["replay"] = flat_replays.nested(decoded["replay"])
+        values = asdict(msgspec.convert(decoded, _Line))
+    else:
+        values = asdict(_LINE.decode(line))
+    for key in SAMPLE_KEYS:
+        data = values[key]
+        if data is UNSET:
+            continue
         if "names" in data:
             names = tuple(data["names"])
             if len(set(names)) < len(names):
@@ -97,7 +127,7 @@ def _expand_samples(
             raise ValueError(f"No sample before this one has `names` - at `$.{key}`")
         data["names"] = names
         try:
-            record[key] = expanded(record["step"], data)
+            values[key] = expanded(values["step"], data)
         except ValueError as error:
             raise ValueError(f"{error} - at `$.{key}`") from error
-    return names
+    return Record(**values), names

@@ -7,11 +7,11 @@ docs/api/records.md.
 import textwrap
 import types
 import typing
-from typing import Annotated, Any, Literal, NotRequired, Required, TypedDict
+from typing import Annotated, Any, Literal, NotRequired, TypedDict
 
-from msgspec import Meta
+from msgspec import UNSET, Meta, Struct, UnsetType, field
 
-from kmp.records.gradient_sample import COLUMNS
+from kmp.records.gradient_sample import COLUMNS, GradientSample
 from kmp.records.log_types import (
     Bins,
     Count,
@@ -77,172 +77,201 @@ Sample = TypedDict(
 Sample.__doc__ = "The gradient statistics of one step, most with one number per variable."
 
 
-class Settings(TypedDict, total=False):
-    """The settings of a run."""
+class Settings(Struct, kw_only=True, omit_defaults=True, frozen=True):
+    """The settings of a run.
 
-    rule: Annotated[Text, _is('`"DynamicScale"` or `"FixedScale"`')]
-    loss_scale: Annotated[LossScale, _is("that of a fixed scale")]
-    initial_scale: Annotated[LossScale, _is("as in `kmp.LossScaleOptimizer`")]
-    min_scale: Annotated[LossScale, _is("as there")]
-    max_scale: Annotated[LossScale, _is("as there")]
-    growth_interval: Annotated[PositiveInteger, _is("as there")]
-    growth_factor: Annotated[Factor, _is("as there")]
-    backoff_factor: Annotated[Fraction, _is("as there")]
-    hysteresis: Annotated[PositiveInteger, _is("as there")]
-    settings_call: Annotated[Text, _is("the call that has set the loss scale")]
-    model: Annotated[Text, _is("the name of the model")]
-    policy: Annotated[Text, _is("the name of its dtype policy")]
+    A key with its default, such as a number that is `None`, is omitted in the log.
+    """
+
+    rule: Annotated[Text, _is('`"DynamicScale"` or `"FixedScale"`')] = ""
+    loss_scale: Annotated[LossScale | None, _is("that of a fixed scale")] = None
+    initial_scale: Annotated[LossScale | None, _is("as in `kmp.LossScaleOptimizer`")] = None
+    min_scale: Annotated[LossScale | None, _is("as there")] = None
+    max_scale: Annotated[LossScale | None, _is("as there")] = None
+    growth_interval: Annotated[PositiveInteger | None, _is("as there")] = None
+    growth_factor: Annotated[Factor, _is("as there")] = 2.0
+    backoff_factor: Annotated[Fraction, _is("as there")] = 0.5
+    hysteresis: Annotated[PositiveInteger, _is("as there")] = 1
+    settings_call: Annotated[Text, _is("the call that has set the loss scale")] = "kmp.enable"
+    model: Annotated[Text, _is("the name of the model")] = ""
+    policy: Annotated[Text, _is("the name of its dtype policy")] = ""
     policy_in_force: Annotated[
         Text, _is("that of Keras' global one, which a model from a file does not follow")
-    ]
-    floatx: Annotated[Text, _is("`keras.config.floatx()`")]
+    ] = ""
+    floatx: Annotated[Text, _is("`keras.config.floatx()`")] = ""
     promoted: Annotated[
         Texts, _is("the lines of the program in which 16-bit operands were promoted to float32")
-    ]
+    ] = []
     step_facts: Annotated[
-        StepFacts,
+        StepFacts | None,
         _is(
             "how gradients depend on the loss scale and what the loss is computed in, as the graph"
             " of the step has it, see `StepFacts`"
         ),
-    ]
-    parameters: Annotated[Count, _is("the number of elements of its weights")]
-    layers: Annotated[TextByPath, _is("the class of each of its layers, by path")]
+    ] = None
+    parameters: Annotated[Count | None, _is("the number of elements of its weights")] = None
+    layers: Annotated[TextByPath, _is("the class of each of its layers, by path")] = {}
     next_layers: Annotated[
         NamesByPath,
         _is(
             "the paths of the layers that take the outputs of each layer, by path; empty for a"
             " subclassed model"
         ),
-    ]
-    output_layers: Annotated[Names, _is("the paths of the layers that return its outputs")]
-    compute_dtypes: Annotated[Texts, _is("the float dtypes that its layers compute in")]
-    variable_dtypes: Annotated[Texts, _is("the dtypes of its trainable variables")]
-    float32_variables: Annotated[Names, _is("the paths of the variables of float32 layers")]
+    ] = {}
+    output_layers: Annotated[Names, _is("the paths of the layers that return its outputs")] = []
+    compute_dtypes: Annotated[Texts, _is("the float dtypes that its layers compute in")] = []
+    variable_dtypes: Annotated[Texts, _is("the dtypes of its trainable variables")] = []
+    float32_variables: Annotated[Names, _is("the paths of the variables of float32 layers")] = []
     own_dtype_variables: Annotated[
         Names,
         _is("the paths of the variables with another dtype than the policy of their layer gives"),
-    ]
+    ] = []
     untrained_variables: Annotated[
         Names, _is("the paths of its trainable variables that its optimizers do not get")
-    ]
-    train_step: Annotated[Text, _is('`"keras"` or `"custom"`')]
-    in_fit: Annotated[bool, _is("whether `fit` runs that step, and not another loop")]
-    optimizer: Annotated[Text, _is("the class of the inner optimizer")]
-    is_keras_optimizer: Annotated[bool, _is("whether Keras defines that class")]
-    clips: Annotated[bool, _is("whether that clips gradients")]
-    learning_rate: Annotated[Number, _is("that of the optimizer, if it is constant")]
-    epsilon: Annotated[Number, _is("that of the optimizer, if it has one")]
-    beta_2: Annotated[Number, _is("that of the optimizer, if it has one")]
-    replicas: Annotated[PositiveInteger, _is("the number of replicas of all workers")]
-    steps_per_execution: Annotated[PositiveInteger, _is("as in `compile`")]
-    replay: Annotated[bool, _is("whether `Monitor` was asked to replay batches")]
+    ] = []
+    train_step: Annotated[Text, _is('`"keras"` or `"custom"`')] = ""
+    in_fit: Annotated[bool, _is("whether `fit` runs that step, and not another loop")] = False
+    optimizer: Annotated[Text, _is("the class of the inner optimizer")] = ""
+    is_keras_optimizer: Annotated[bool, _is("whether Keras defines that class")] = True
+    clips: Annotated[bool, _is("whether that clips gradients")] = False
+    learning_rate: Annotated[Number | None, _is("that of the optimizer, if it is constant")] = None
+    epsilon: Annotated[Number | None, _is("that of the optimizer, if it has one")] = None
+    beta_2: Annotated[Number | None, _is("that of the optimizer, if it has one")] = None
+    replicas: Annotated[PositiveInteger, _is("the number of replicas of all workers")] = 1
+    steps_per_execution: Annotated[PositiveInteger, _is("as in `compile`")] = 1
+    replay: Annotated[bool, _is("whether `Monitor` was asked to replay batches")] = False
 
 
-class Header(TypedDict):
+class Header(Struct, kw_only=True, omit_defaults=True, frozen=True):
     """The first line of a log."""
 
-    schema: Annotated[int, Meta(ge=SCHEMA, le=SCHEMA), _is("the version of the format")]
-    kind: Annotated[Literal["header"], _is('`"header"`')]
-    started: NotRequired[Annotated[Text, _is("the time when the training began, UTC")]]
-    keras: NotRequired[Annotated[Text, _is("the version of Keras")]]
-    tensorflow: NotRequired[Annotated[Text, _is("the version of TensorFlow")]]
-    numpy: NotRequired[Annotated[Text, _is("the version of NumPy")]]
-    settings: NotRequired[Annotated[Settings, _is("see below")]]
+    # A factory's result is no default that `omit_defaults` omits.
+    schema: Annotated[int, Meta(ge=SCHEMA, le=SCHEMA), _is("the version of the format")] = field(
+        default_factory=lambda: SCHEMA
+    )
+    kind: Annotated[Literal["header"], _is('`"header"`')] = field(default_factory=lambda: "header")
+    started: Annotated[Text, _is("the time when the training began, UTC")] = ""
+    keras: Annotated[Text, _is("the version of Keras")] = ""
+    tensorflow: Annotated[Text, _is("the version of TensorFlow")] = ""
+    numpy: Annotated[Text, _is("the version of NumPy")] = ""
+    settings: Annotated[Settings, _is("see below")] = Settings()
 
 
-class Record(TypedDict, total=False):
-    """A line of a log after the header."""
+class Record(Struct, kw_only=True, omit_defaults=True, repr_omit_defaults=True):
+    """A line of a log after the header.
 
-    step: Required[Annotated[Count, _is("training steps done, including skipped ones")]]
-    loss_scale: Annotated[LossScale | None, _is("the scale of the next step")]
+    A key that a record does not have is `msgspec.UNSET`, which is false; `None` stands for NaN, or
+    for what is not known.
+
+    Example:
+    >>> record = Record(step=9, loss_scale=8.0)
+    >>> record.loss_scale, bool(record.fallback)
+    (8.0, False)
+    """
+
+    step: Annotated[Count, _is("training steps done, including skipped ones")]
+    loss_scale: Annotated[LossScale | UnsetType | None, _is("the scale of the next step")] = UNSET
     clean_steps: Annotated[
-        Count,
+        Count | UnsetType,
         _is(
             "steps without an overflow since the scale last grew (or would have grown, if it is at"
             " its maximum) or the gradients of a finite loss last overflowed"
         ),
-    ]
+    ] = UNSET
     overflow_count: Annotated[
-        Count,
+        Count | UnsetType,
         _is("steps skipped since training began because the loss or a gradient was non-finite"),
-    ]
+    ] = UNSET
     overflow_rate: Annotated[
-        Number | None, _is("the fraction of steps skipped since the previous record")
-    ]
-    overflows_in_a_row: Annotated[Count, _is("steps skipped since the last applied step")]
+        Number | UnsetType | None, _is("the fraction of steps skipped since the previous record")
+    ] = UNSET
+    overflows_in_a_row: Annotated[
+        Count | UnsetType, _is("steps skipped since the last applied step")
+    ] = UNSET
     nonfinite_loss_count: Annotated[
-        Count, _is("the steps in `overflow_count` whose loss was non-finite before scaling")
-    ]
+        Count | UnsetType,
+        _is("the steps in `overflow_count` whose loss was non-finite before scaling"),
+    ] = UNSET
     nonfinite_losses_in_a_row: Annotated[
-        Count, _is("the steps in `overflows_in_a_row` whose loss was non-finite before scaling")
-    ]
+        Count | UnsetType,
+        _is("the steps in `overflows_in_a_row` whose loss was non-finite before scaling"),
+    ] = UNSET
     overflows_by_variable: Annotated[
-        CountByVariable,
+        CountByVariable | UnsetType,
         _is(
             "the number of steps in which the gradient of a variable was non-finite, by path; zeros"
             " are omitted. In records in which this or the next key has changed, in a long run in"
             " some of them"
         ),
-    ]
+    ] = UNSET
     overflow_origins_by_variable: Annotated[
-        CountByVariable,
+        CountByVariable | UnsetType,
         _is(
             "the number of skipped steps with a finite loss in which a variable was the overflow"
             " origin, by path; zeros are omitted"
         ),
-    ]
+    ] = UNSET
     overflow_origin: Annotated[
-        Text | None,
+        Text | UnsetType | None,
         _is(
             "in records after new such steps: the path of the last step's overflow origin, see"
             " `Snapshot`"
         ),
-    ]
+    ] = UNSET
     last_loss: Annotated[
-        Number | None, _is("the loss of the last step before scaling, summed over replicas")
-    ]
+        Number | UnsetType | None,
+        _is("the loss of the last step before scaling, summed over replicas"),
+    ] = UNSET
     highest_loss: Annotated[
-        Number | None,
+        Number | UnsetType | None,
         _is("the largest magnitude of a finite loss so far, before scaling, summed over replicas"),
-    ]
+    ] = UNSET
     loss_dtype: Annotated[
-        Text | None,
+        Text | UnsetType | None,
         _is(
             "the dtype of the loss that `scale_loss` got, in the first record and where it changed"
         ),
-    ]
-    epoch: Annotated[Count, _is("at the end of an epoch: its number from 0, as in Keras")]
+    ] = UNSET
+    epoch: Annotated[
+        Count | UnsetType, _is("at the end of an epoch: its number from 0, as in Keras")
+    ] = UNSET
     metrics: Annotated[
-        Metrics,
+        Metrics | UnsetType,
         _is(
             "at the end of an epoch: each number of Keras' `logs`, such as `loss` and"
             " `val_accuracy`, and `learning_rate`"
         ),
-    ]
+    ] = UNSET
     grad_zeros: Annotated[
-        Number | None,
+        Number | UnsetType | None,
         _is("the fraction of gradient elements that are exactly zero in the sampled step, `step`"),
-    ]
+    ] = UNSET
     grad_norm: Annotated[
-        Norm | None, _is("the L2 norm of all gradients of that step, without the loss scale")
-    ]
-    sample: Annotated[Sample, _is("the gradient statistics of that step, see below")]
-    reference: Annotated[Sample, _is("the same, of the float32 pass of `replay`")]
+        Norm | UnsetType | None,
+        _is("the L2 norm of all gradients of that step, without the loss scale"),
+    ] = UNSET
+    sample: Annotated[
+        GradientSample | UnsetType, _is("the gradient statistics of that step, see below")
+    ] = UNSET
+    reference: Annotated[
+        GradientSample | UnsetType, _is("the same, of the float32 pass of `replay`")
+    ] = UNSET
     replay: Annotated[
-        Replay,
+        Replay | UnsetType,
         _is(
             "what two passes over a batch of the training showed, one in the precision of the model"
             " and one in float32, see `Replay`"
         ),
-    ]
-    replay_error: Annotated[Text, _is("why such a batch could not be replayed")]
-    fallback: Annotated[Texts, _is("the paths of layers that compute in float32 since this step")]
-    fallback_reason: Annotated[Text, _is("why")]
+    ] = UNSET
+    replay_error: Annotated[Text | UnsetType, _is("why such a batch could not be replayed")] = UNSET
+    fallback: Annotated[
+        Texts | UnsetType, _is("the paths of layers that compute in float32 since this step")
+    ] = UNSET
+    fallback_reason: Annotated[Text | UnsetType, _is("why")] = UNSET
     lowered_learning_rate: Annotated[
-        Number,
+        Number | UnsetType,
         _is("what `Monitor` has lowered the learning rate to after this step, see `on_nonfinite`"),
-    ]
+    ] = UNSET
 
 
 def listed(schema: type) -> str:
@@ -252,7 +281,7 @@ def listed(schema: type) -> str:
 
 
 def _line(name: str, hint: Any) -> str:
-    while typing.get_origin(hint) in (NotRequired, Required):
+    if typing.get_origin(hint) is NotRequired:
         hint = typing.get_args(hint)[0]
     texts = [meta.description for meta in hint.__metadata__ if meta.description]
     text = f"- `{name}`: {_type_name(hint.__origin__)}, {texts[-1]}."
@@ -264,5 +293,8 @@ def _type_name(hint: Any) -> str:
     if origin is Annotated:
         return _type_name(hint.__origin__)
     if origin in _UNIONS:
-        return f"{_type_name(typing.get_args(hint)[0])} or null"
+        value, *others = typing.get_args(hint)
+        # A lone `None` is a default, which is omitted.
+        has_null = {type(None), UnsetType} <= set(others)
+        return f"{_type_name(value)} or null" if has_null else _type_name(value)
     return _TYPES.get(origin or hint, "string" if origin is Literal else "object")

@@ -4,16 +4,19 @@ import math
 import numbers
 import os
 import reprlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from msgspec import UNSET
+from msgspec.structs import asdict
 
 from kmp.records.exponent_histogram import ExponentHistogram
 from kmp.records.gradient_sample import GradientSample
 from kmp.records.jsonl import FILE_NAME, SAMPLE_KEYS, read_log
+from kmp.records.log_schema import Header, Record, Settings
 from kmp.records.replay import Replay
 from kmp.utils import validation
 from kmp.utils.float_formats import FLOAT16, FloatFormat, computing_format
@@ -27,45 +30,50 @@ class Run:
     """The records of a training run, oldest first.
 
     Args:
-        rows: Records, dictionaries with a `step`; see `kmp.records` for the keys. `sample` and
-            `reference` are `GradientSample`s.
-        header: The log's header, its first line.
+        rows: The records.
+        header: The log's header, its first line, with the settings of the run.
 
     Raises:
         TypeError: If an argument has the wrong type.
-        ValueError: If a record has no integer `step`.
+        ValueError: If the `step` of a record is no integer.
 
     Example:
-    >>> run = Run([{"step": 1, "loss_scale": 8.0}, {"step": 2, "loss_scale": 16.0}])
+    >>> run = Run([Record(step=1, loss_scale=8.0), Record(step=2, loss_scale=16.0)])
     >>> run.last("loss_scale"), run.series("loss_scale")[0].tolist()
     (16.0, [1, 2])
     """
 
-    rows: list[dict[str, Any]] = field(default_factory=list)
-    header: dict[str, Any] = field(default_factory=dict)
+    rows: list[Record] = field(default_factory=list)
+    header: Header = field(default_factory=Header)
 
     def __post_init__(self) -> None:
         validation.instance("rows", self.rows, list, "a list of records")
-        validation.instance("header", self.header, Mapping, "a dictionary, the first line of a log")
+        validation.instance("header", self.header, Header, "a kmp.records.Header")
         for row in self.rows:
             _check_record("rows", row)
 
     def __repr__(self) -> str:
         return f"<Run: {len(self.rows)} records>"
 
-    def append(self, row: Mapping[str, Any]) -> None:
+    def append(self, row: Record) -> None:
         """Adds a record.
 
         Raises:
-            TypeError: If `row` is not a dictionary.
-            ValueError: If it has no integer `step`.
+            TypeError: If `row` is not a `Record`.
+            ValueError: If its `step` is no integer.
         """
         _check_record("row", row)
-        self.rows.append(dict(row))
+        self.rows.append(row)
 
     def series(self, key: str) -> tuple[np.ndarray, np.ndarray]:
-        """Returns the steps that have a value of `key`, and the values: equally long arrays."""
-        return _series([(row["step"], row[key]) for row in self.rows if key in row])
+        """Returns the steps that have a value of `key`, and the values: equally long arrays.
+
+        Raises:
+            ValueError: If no record can have this key.
+        """
+        validation.one_of("key", key, Record.__struct_fields__)
+        pairs = [(row.step, getattr(row, key)) for row in self.rows]
+        return _series([(step, value) for step, value in pairs if value is not UNSET])
 
     def table(self) -> np.ndarray:
         """Returns all numbers as a structured array, with one row per recorded step, in order.
@@ -73,24 +81,23 @@ class Run:
         The fields are `step` (int64) and every key with plain numbers as values (float64; NaN if a
         step has none).
         """
-        steps = sorted({row["step"] for row in self.rows})
+        steps = sorted({row.step for row in self.rows})
         index_of = {step: index for index, step in enumerate(steps)}
         columns: dict[str, np.ndarray] = {}
         for row in self.rows:
             for key, value in scalars(row):
                 if key not in columns:
                     columns[key] = np.full(len(steps), math.nan)
-                columns[key][index_of[row["step"]]] = value
+                columns[key][index_of[row.step]] = value
         table = np.empty(len(steps), [("step", np.int64), *((key, np.float64) for key in columns)])
         for key, values in {"step": steps, **columns}.items():
             table[key] = values
         return table
 
     @property
-    def settings(self) -> dict[str, Any]:
-        """The settings of the run, see `kmp.records`; empty if the header has none."""
-        settings = self.header.get("settings")
-        return dict(settings) if isinstance(settings, Mapping) else {}
+    def settings(self) -> Settings:
+        """The settings of the run; the defaults if the header has none."""
+        return self.header.settings
 
     @property
     def format(self) -> FloatFormat:
@@ -98,13 +105,13 @@ class Run:
 
         float16 if the header does not have the dtypes that the layers compute in.
         """
-        return computing_format(self.settings.get("compute_dtypes", [FLOAT16.name]))
+        return computing_format(self.settings.compute_dtypes or [FLOAT16.name])
 
     @property
     def has_loss_scale(self) -> bool:
         """Whether a loss scale matters: float16 needs one, and other formats may have one."""
         settings = self.settings
-        is_one = settings.get("rule") == "FixedScale" and settings.get("initial_scale") == 1.0
+        is_one = settings.rule == "FixedScale" and settings.initial_scale == 1.0
         return self.format is FLOAT16 or not is_one
 
     @property
@@ -115,24 +122,24 @@ class Run:
         """
         by_name: dict[str, list[tuple[int, float | None]]] = {}
         for row in self.rows:
-            for name, value in row.get("metrics", {}).items():
-                by_name.setdefault(name, []).append((row["step"], value))
+            for name, value in (row.metrics or {}).items():
+                by_name.setdefault(name, []).append((row.step, value))
         return {name: _series(pairs) for name, pairs in by_name.items()}
 
     @property
     def samples(self) -> list[GradientSample]:
         """The sampled gradients, oldest first."""
-        return [row["sample"] for row in self.rows if "sample" in row]
+        return [row.sample for row in self.rows if row.sample is not UNSET]
 
     @property
     def references(self) -> list[GradientSample]:
         """The gradients of the float32 reference passes, oldest first."""
-        return [row["reference"] for row in self.rows if "reference" in row]
+        return [row.reference for row in self.rows if row.reference is not UNSET]
 
     @property
     def replays(self) -> list[tuple[int, Replay]]:
         """The replays of training batches, each with its step, oldest first."""
-        return [(row["step"], row["replay"]) for row in self.rows if "replay" in row]
+        return [(row.step, row.replay) for row in self.rows if row.replay]
 
     @property
     def comparisons(self) -> list[tuple[int, Replay]]:
@@ -148,8 +155,14 @@ class Run:
         return [sample.histogram for sample in self.samples]
 
     def last(self, key: str, default: Any = None) -> Any:
-        """Returns the newest value of `key`, or `default` if there is none."""
-        return next((row[key] for row in reversed(self.rows) if key in row), default)
+        """Returns the newest value of `key`, or `default` if there is none.
+
+        Raises:
+            ValueError: If no record can have this key.
+        """
+        validation.one_of("key", key, Record.__struct_fields__)
+        values = (getattr(row, key) for row in reversed(self.rows))
+        return next((value for value in values if value is not UNSET), default)
 
 
 def log_file(path: str | os.PathLike[str]) -> Path:
@@ -185,17 +198,16 @@ def load_run(path: str | os.PathLike[str]) -> Run:
     file = log_file(path)
     if file.exists() and not file.is_file():
         raise ValueError(f"{printable(str(file))}: not a log of kmp (not a regular file)")
-    lines = read_log(file)
-    header = next(lines, {})
-    return Run(list(lines), header)
+    header, records = read_log(file)
+    return Run(records, header)
 
 
-def scalars(row: Mapping[str, Any]) -> Iterable[tuple[str, float]]:
+def scalars(row: Record) -> Iterable[tuple[str, float]]:
     """Yields the plain numbers of a record, except `step`, and its metrics.
 
     Each with its key.
     """
-    for key, value in (row.get("metrics", {}) | row).items():
+    for key, value in ((row.metrics or {}) | asdict(row)).items():
         if key != "step" and isinstance(value, int | float):
             yield key, float(value)
 
@@ -206,13 +218,15 @@ def _series(steps_and_values: list[tuple[int, Any]]) -> tuple[np.ndarray, np.nda
 
 
 def _check_record(name: str, row: Any) -> None:
-    validation.instance(name, row, Mapping, "records, dictionaries with a `step`")
-    if not isinstance(row.get("step"), numbers.Integral):
+    expected = "records, such as kmp.records.Record(step=1, loss_scale=8.0)"
+    validation.instance(name, row, Record, expected)
+    if not isinstance(row.step, numbers.Integral):
         raise ValueError(
             f"`{name}` must hold records with an integer `step`. Received: {reprlib.repr(row)}"
         )
     for key in SAMPLE_KEYS:
-        if key in row:
+        sample = getattr(row, key)
+        if sample is not UNSET:
             validation.instance(
-                f"{name}[...][{key!r}]", row[key], GradientSample, "a kmp.records.GradientSample"
+                f"{name}[...].{key}", sample, GradientSample, "a kmp.records.GradientSample"
             )

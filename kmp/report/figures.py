@@ -63,7 +63,7 @@ def figures(summary: RunSummary) -> dict[str, ReportFigure]:
 
 def _loss_scale(summary: RunSummary) -> ReportFigure:
     run, metrics = summary.run, summary.metrics
-    if not any(row.get("loss_scale") for row in run.rows):
+    if not any(row.loss_scale for row in run.rows):
         return ReportFigure("The loss scale was not recorded.")
     caption = "The loss scale, with a mark where steps were skipped."
     alt = (

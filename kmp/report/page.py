@@ -30,7 +30,7 @@ def html(runs: Mapping[str, Run]) -> str:
         ValueError: If `runs` is empty.
 
     Example:
-    >>> "0 of 9 steps were skipped." in html({"first": Run([{"step": 9, "overflow_count": 0}])})
+    >>> "0 of 9 steps were skipped." in html({"first": Run([Record(step=9, overflow_count=0)])})
     True
     """
     return _html_of(summaries(runs))
@@ -105,7 +105,7 @@ def write(runs: Mapping[str, Run], path: str | os.PathLike[str]) -> Path:
 
     Example:
     >>> import tempfile
-    >>> write({"first": Run([{"step": 9}])}, Path(tempfile.mkdtemp()) / "report.html").name
+    >>> write({"first": Run([Record(step=9)])}, Path(tempfile.mkdtemp()) / "report.html").name
     'report.html'
     """
     validation.instance("path", path, (str, os.PathLike), "the path of the HTML file")

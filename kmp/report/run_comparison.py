@@ -123,8 +123,8 @@ def _first_differences(first: Run, second: Run) -> dict[str, _Difference] | None
     in two samples of the same step in a row or in the last one: one sample alone may differ by
     chance.
     """
-    names = stable_names(first.settings.get("layers", {}))
-    other_names = stable_names(second.settings.get("layers", {}))
+    names = stable_names(first.settings.layers)
+    other_names = stable_names(second.settings.layers)
     samples = {sample.step: sample for sample in first.samples}
     other_samples = {sample.step: sample for sample in second.samples}
     steps = sorted(samples.keys() & other_samples.keys())

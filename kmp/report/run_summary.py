@@ -6,10 +6,12 @@ from collections.abc import Mapping
 from functools import cached_property
 from typing import Any
 
+from msgspec.structs import asdict
+
 from kmp.advice import Advice
 from kmp.advice.diagnose import advice_of
 from kmp.diagnosis import INFO, RunMetrics
-from kmp.records import Run
+from kmp.records import Run, Settings
 from kmp.records.run import RUN_EXPECTED
 from kmp.report.texts import UNKNOWN, number, scale, share, share_of
 from kmp.utils import validation
@@ -69,8 +71,8 @@ class RunSummary:
     def subtitle(self) -> str:
         """Model, optimizer, compute dtypes, loss scale if it matters, and steps, in one line."""
         metrics, settings = self.metrics, self.metrics.settings
-        parts = [str(settings[key]) for key in ("model", "optimizer") if settings.get(key)]
-        if "compute_dtypes" in settings:
+        parts = [name for name in (settings.model, settings.optimizer) if name]
+        if settings.compute_dtypes:
             parts.append(f"computed in {metrics.dtypes}")
         if math.isfinite(metrics.scale) and metrics.has_loss_scale:
             rule = "fixed" if metrics.is_fixed else "dynamic"
@@ -107,7 +109,7 @@ class RunSummary:
             skipped += f" ({share_of(count, metrics.last_step)})"
         loss_scale = ((LOSS_SCALE, scale(metrics.scale)),) if metrics.has_loss_scale else ()
         return (
-            ("computed in", metrics.dtypes if self.run.settings else UNKNOWN),
+            ("computed in", metrics.dtypes if self.run.settings != Settings() else UNKNOWN),
             ("steps", str(metrics.last_step)),
             ("skipped steps", skipped),
             ("of these with a non-finite loss", str(last("nonfinite_loss_count", UNKNOWN))),
@@ -123,13 +125,16 @@ class RunSummary:
     @cached_property
     def settings(self) -> Pairs:
         """The settings of the run, from the header of its log."""
-        settings = {**self.run.header, **self.run.settings}
+        settings = asdict(self.run.header)
+        if self.run.settings != Settings():
+            settings |= asdict(self.run.settings)
         hidden = ["schema", "kind", "settings", "float32_variables"]
         if not self.metrics.has_loss_scale:
             hidden += ["rule", "loss_scale", "initial_scale", "settings_call"]
-        for key in hidden:
-            settings.pop(key, None)
-        return tuple((key, _setting(key, value)) for key, value in settings.items())
+        if self.metrics.is_fixed:
+            hidden += ["growth_factor", "backoff_factor", "hysteresis"]
+        known = [(key, value) for key, value in settings.items() if value not in (None, "", {})]
+        return tuple((key, _setting(key, value)) for key, value in known if key not in hidden)
 
 
 def summaries(runs: Mapping[str, Run]) -> list[RunSummary]:

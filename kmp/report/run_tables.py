@@ -53,7 +53,7 @@ def layer_errors(run: RunSummary) -> Table:
         layer = run.metrics.created_layer(gradient.layer)
         of_gradients[layer] = number(gradient.error), number(gradient.noise)
     settings = run.run.settings
-    classes = {settings.get("model"): "the model", **settings.get("layers", {})}
+    classes = {settings.model: "the model", **settings.layers}
     rows = []
     for each in worst:
         names = each.layer, classes.get(each.layer, UNKNOWN)

@@ -35,7 +35,8 @@ def summary(runs: Mapping[str, Run]) -> RenderableType:
 
     Example:
     >>> import rich
-    >>> rich.print(summary({"first": Run([{"step": 9}])}))  # doctest: +ELLIPSIS
+    >>> from kmp.records import Record
+    >>> rich.print(summary({"first": Run([Record(step=9)])}))  # doctest: +ELLIPSIS
     first: 9 steps
     It is not known whether float16 hurts this run. Measured: skipped steps were not
     ...
