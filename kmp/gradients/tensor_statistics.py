@@ -140,15 +140,12 @@ def _measure_in_groups(
         with tf.control_dependencies(previous):
             parts = [[tensors[index] for index in indices] for tensors in lists]
             if previous and xla.is_tracing():
-                parts[0][0] = _depending_on(previous[0], parts[0][0])
+                # XLA drops control dependencies, and cannot infer that this is always False.
+                is_negative = tf.reshape(previous[0], [-1])[0] < 0
+                first = parts[0][0]
+                parts[0][0] = tf.where(is_negative, tf.zeros_like(first), first)
             results.append(measure(*map(join, parts)))
     return [in_order(rows, groups) for rows in zip(*results, strict=True)]
-
-
-def _depending_on(result: tf.Tensor, tensor: tf.Tensor) -> tf.Tensor:
-    """Returns a tensor that XLA, which drops control dependencies, computes after a result."""
-    is_negative = tf.reshape(result, [-1])[0] < 0  # always False, but XLA cannot infer that
-    return tf.where(is_negative, tf.zeros_like(tensor), tensor)
 
 
 def _measure_updates(before: TensorGroup, after: TensorGroup) -> tuple[tf.Tensor, ...]:

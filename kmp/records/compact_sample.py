@@ -39,23 +39,16 @@ def _encoded(sample: GradientSample) -> dict[str, Any]:
             if values.any():
                 data[key] = _packed(values, "<i8")
             continue
-        values = _rounded(values)
+        # Rounded down, so that each number stays in its power of two.
+        significands, exponents = np.frexp(values)
+        kept = np.trunc(np.ldexp(significands, _SIGNIFICANT_BITS))
+        values = np.ldexp(kept, exponents - _SIGNIFICANT_BITS)
         if kind == "norm":
             values[np.isinf(values)] = math.nan
         if not np.isnan(values).all():
             data[key] = _packed(values, "<f8")
     data["names"] = sample.names
     return data
-
-
-def _rounded(magnitudes: np.ndarray) -> np.ndarray:
-    """Returns magnitudes with few significant bits.
-
-    Rounded down, so that each stays in its power of two.
-    """
-    significands, exponents = np.frexp(magnitudes)
-    kept = np.trunc(np.ldexp(significands, _SIGNIFICANT_BITS))
-    return np.ldexp(kept, exponents - _SIGNIFICANT_BITS)
 
 
 def expanded(step: int, data: dict[str, Any]) -> GradientSample:
