@@ -32,10 +32,9 @@ from kmp import report
 from kmp.bench.measurement import alternate, comparison, in_new_process, peak_memory
 from kmp.callbacks.recorder import BUDGET
 from kmp.callbacks.training_records import record_size
-from kmp.records import GradientSample
+from kmp.records import GradientSample, Header, Record, Settings
 from kmp.records.compact_sample import compact
 from kmp.records.jsonl import FILE_NAME, LogEncoder
-from kmp.records.log_schema import SCHEMA
 
 EVERY_N_STEPS, BATCH_SIZE = 10, 32
 SAMPLES = 20
@@ -158,17 +157,17 @@ def sample_of(sizes, has_updates=False):
 def bytes_of_million_steps(variables):
     """Returns the bytes that a million steps add to the log and to TensorBoard's files."""
     sample = random_sample(variables)
-    counts = {
-        key: dict.fromkeys(sample.names, 1)
-        for key in ("overflows_by_variable", "overflow_origins_by_variable")
-    }
+    by_variable = dict.fromkeys(sample.names, 1)
+    counts = Record(
+        step=0, overflows_by_variable=by_variable, overflow_origins_by_variable=by_variable
+    )
     # Of TensorBoard, with their tags: every tenth by layer.
     histograms = [600 * (1 + variables // 2), *[600] * 9]
     log = events = step = reads = 0
     while step < MILLION:
         interval = 250 * 2 ** ((log + events) // BUDGET)
         step += interval
-        log += record_size({"sample": sample})
+        log += record_size(Record(step=0, sample=sample))
         log += (
             record_size(counts)
             if step // OVERFLOW_EVERY > (step - interval) // OVERFLOW_EVERY
@@ -205,24 +204,22 @@ def write(folder, variables, samples=None, megabytes=math.inf):
     """
     folder.mkdir()
     encoder, names = LogEncoder(), random_sample(variables).names if variables else ()
-    settings = {"rule": "DynamicScale", "compute_dtypes": ["float16"]}
+    settings = Settings(rule="DynamicScale", compute_dtypes=["float16"])
     with (folder / FILE_NAME).open("w") as log:
-        log.write(encoder.line({"schema": SCHEMA, "kind": "header", "settings": settings}))
+        log.write(encoder.line(Header(settings=settings)))
         for number in itertools.count(1) if samples is None else range(1, samples + 1):
-            counters = {
-                "overflow_count": number,
-                "overflow_rate": 0.004,
-                "loss_scale": 1024.0,
-                "overflows_in_a_row": 0,
-            }
-            by_variable = {"overflows_by_variable": dict.fromkeys(names, number)}
-            log.write(encoder.line({"step": 250 * number} | counters | by_variable))
+            counters = Record(
+                step=250 * number,
+                overflow_count=number,
+                overflow_rate=0.004,
+                loss_scale=1024.0,
+                overflows_in_a_row=0,
+                overflows_by_variable=dict.fromkeys(names, number),
+            )
+            log.write(encoder.line(counters))
             if variables:  # every tenth sample has the update of the weights
-                log.write(
-                    encoder.line(
-                        {"step": 250 * number, "sample": random_sample(variables, number % 10 == 1)}
-                    )
-                )
+                sample = random_sample(variables, number % 10 == 1)
+                log.write(encoder.line(Record(step=250 * number, sample=sample)))
             if log.tell() >= megabytes * 1e6:
                 break
     return folder

@@ -22,7 +22,7 @@ from kmp.bench.models import BARE, KERAS, OURS
 from kmp.callbacks import GradientHistogram
 from kmp.gradients.gradient_sampler import copies_of, with_updates
 from kmp.gradients.sampling_clock import NEVER
-from kmp.records import GradientSample
+from kmp.records import GradientSample, Record
 from kmp.records.jsonl import to_line
 
 tf.get_logger().setLevel("ERROR")  # it warns about frequent retracing, which is done on purpose
@@ -173,7 +173,8 @@ class SampledStep(Step):
     def record(self) -> str:
         """Returns the line of the log for the last sample."""
         sample = self.last_sample()
-        return to_line({"step": sample.step, "grad_norm": sample.total_norm, "sample": sample})
+        record = Record(step=sample.step, grad_norm=sample.total_norm, sample=sample)
+        return to_line(record)
 
     def arm(self) -> None:
         """Copies the weights, so that the update can be measured."""

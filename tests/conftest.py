@@ -27,7 +27,16 @@ from tensorflow.python.framework import ops as tensorflow_ops
 
 import kmp
 from kmp.callbacks import replay_time
-from kmp.records import BIN_COUNT, GradientSample, Replay, flat_replays
+from kmp.records import (
+    BIN_COUNT,
+    GradientSample,
+    Header,
+    Record,
+    Replay,
+    Run,
+    Settings,
+    flat_replays,
+)
 from kmp.records.exponent_histogram import FIRST_EXPONENT, INF_BIN, NAN_BIN, ZERO_BIN
 from kmp.records.gradient_sample import COLUMNS
 
@@ -274,6 +283,12 @@ def bin_counts(exponents=(), zero=0, inf=0, nan=0):
     for exponent, count in dict(exponents).items():
         counts[exponent - FIRST_EXPONENT + 1] = count
     return counts
+
+
+def run_of(*rows, **settings):
+    """Returns a run with these settings, and with records that have the keys of these rows."""
+    header = Header(settings=Settings(**settings))
+    return Run([Record(**row) for row in rows], header)
 
 
 def sample_from(step, loss_scale, variables):

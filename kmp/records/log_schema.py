@@ -82,6 +82,11 @@ class Settings(Struct, kw_only=True, omit_defaults=True, frozen=True):
     """The settings of a run.
 
     A key with its default, such as a number that is `None`, is omitted in the log.
+
+    Example:
+    >>> settings = Settings(rule="DynamicScale", growth_interval=100)
+    >>> settings.growth_interval, settings.growth_factor, settings.learning_rate
+    (100, 2.0, None)
     """
 
     rule: Annotated[Text, _is('`"DynamicScale"` or `"FixedScale"`')] = ""
@@ -144,7 +149,12 @@ class Settings(Struct, kw_only=True, omit_defaults=True, frozen=True):
 
 
 class Header(Struct, kw_only=True, omit_defaults=True, frozen=True):
-    """The first line of a log."""
+    """The first line of a log.
+
+    Example:
+    >>> Header(settings=Settings(model="mlp")).settings.model
+    'mlp'
+    """
 
     # A factory's result is no default that `omit_defaults` omits.
     schema: Annotated[int, Meta(ge=SCHEMA, le=SCHEMA), _is("the version of the format")] = field(

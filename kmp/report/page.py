@@ -30,6 +30,7 @@ def html(runs: Mapping[str, Run]) -> str:
         ValueError: If `runs` is empty.
 
     Example:
+    >>> from kmp.records import Record
     >>> "0 of 9 steps were skipped." in html({"first": Run([Record(step=9, overflow_count=0)])})
     True
     """
@@ -105,6 +106,7 @@ def write(runs: Mapping[str, Run], path: str | os.PathLike[str]) -> Path:
 
     Example:
     >>> import tempfile
+    >>> from kmp.records import Record
     >>> write({"first": Run([Record(step=9)])}, Path(tempfile.mkdtemp()) / "report.html").name
     'report.html'
     """

@@ -11,7 +11,7 @@ from msgspec.structs import asdict
 from kmp.advice import Advice
 from kmp.advice.diagnose import advice_of
 from kmp.diagnosis import INFO, RunMetrics
-from kmp.records import Run, Settings
+from kmp.records import Header, Run, Settings
 from kmp.records.run import RUN_EXPECTED
 from kmp.report.texts import UNKNOWN, number, scale, share, share_of
 from kmp.utils import validation
@@ -124,17 +124,16 @@ class RunSummary:
 
     @cached_property
     def settings(self) -> Pairs:
-        """The settings of the run, from the header of its log."""
-        settings = asdict(self.run.header)
-        if self.run.settings != Settings():
-            settings |= asdict(self.run.settings)
-        hidden = ["schema", "kind", "settings", "float32_variables"]
+        """The header of the log, and the settings of the run that are not the defaults."""
+        hidden = {"schema", "kind", "settings", "float32_variables"}
         if not self.metrics.has_loss_scale:
-            hidden += ["rule", "loss_scale", "initial_scale", "settings_call"]
-        if self.metrics.is_fixed:
-            hidden += ["growth_factor", "backoff_factor", "hysteresis"]
-        known = [(key, value) for key, value in settings.items() if value not in (None, "", {})]
-        return tuple((key, _setting(key, value)) for key, value in known if key not in hidden)
+            hidden |= {"rule", "loss_scale", "initial_scale", "settings_call"}
+        shown = []
+        for part, default in ((self.run.header, Header()), (self.run.settings, Settings())):
+            for key, value in asdict(part).items():
+                if key not in hidden and value != getattr(default, key):
+                    shown.append((key, _setting(key, value)))
+        return tuple(shown)
 
 
 def summaries(runs: Mapping[str, Run]) -> list[RunSummary]:
@@ -157,7 +156,7 @@ def _setting(key: str, value: Any) -> str:
     if isinstance(value, Mapping):
         value = [f"{name}: {of_name}" for name, of_name in value.items()]
     if isinstance(value, list):
-        return ", ".join(map(str, value)) or "none"
+        return ", ".join(map(str, value))
     if key == "started":
         return str(value).replace("T", " ")  # so that it fits a narrow screen
     if isinstance(value, bool) or not isinstance(value, int | float):

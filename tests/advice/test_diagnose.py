@@ -6,13 +6,14 @@ import pickle
 from dataclasses import replace
 
 import keras
+import msgspec
 import numpy as np
 import pytest
-from conftest import make_replay, sample_from, without_replays
+from conftest import make_replay, run_of, sample_from, without_replays
 
 import kmp
 from kmp.diagnosis import ERROR, INFO, WARNING, SetArguments, cure_of
-from kmp.records import Run
+from kmp.records import Header, Run
 from kmp.records.replay import (
     BatchCheck,
     InvalidTargets,
@@ -39,7 +40,7 @@ def advice_of(*rows, **settings):
     The scale is dynamic unless `settings` say otherwise.
     """
     first = {"step": 1, "overflow_count": 0, "last_loss": 1.0, "highest_loss": 1.0}
-    return kmp.advise(Run([first, *rows], {"settings": DYNAMIC | settings}))
+    return kmp.advise(run_of(first, *rows, **DYNAMIC | settings))
 
 
 def causes(*rows, **settings):
@@ -200,9 +201,11 @@ def test_tiny_gradients_of_a_float32_layer_are_not_reported():
             np.ones((64, 4)), [np.ones((64, 1)), np.ones((64, 8))], callbacks=callbacks, verbose=0
         )
     run = callbacks[0].run
-    assert len(run.settings["float32_variables"]) == 4
+    assert len(run.settings.float32_variables) == 4
     assert list(kmp.advise(run)) == []
-    without_float32 = Run(run.rows, {"settings": run.settings | {"float32_variables": []}})
+    without_float32 = Run(
+        run.rows, Header(settings=msgspec.structs.replace(run.settings, float32_variables=[]))
+    )
     finding = kmp.advise(without_float32)[0]
     assert finding.cause == "scale_too_small"
     assert finding.title.startswith("The loss scale of 1 is")
@@ -234,7 +237,7 @@ def sgd_run(largest_input=1.0, **settings):
     replay = replace(replay, batch=BatchCheck(largest_input=largest_input))
     row = STUCK | {"sample": sample, "replay": replay, "reference": reference}
     known = {"optimizer": "SGD", "learning_rate": 0.01, "layers": LAYERS}
-    return Run([row], {"settings": DYNAMIC | known | settings})
+    return run_of(row, **DYNAMIC | known | settings)
 
 
 def test_update_that_sgd_would_make_is_a_divergence_and_no_reason_for_a_repair():
@@ -306,9 +309,7 @@ def test_initial_scale_that_skipped_many_steps_is_reported():
     assert advice[0].evidence.startswith("12 of the first 100 steps were skipped")
     # A record without a count of the overflows is not the first after an applied step.
     rows = [{"step": 1, "overflows_in_a_row": 0, "loss_scale": 8.0}, {"step": 30} | record]
-    assert kmp.advise(Run(rows, {"settings": DYNAMIC}))[0].evidence.startswith(
-        "12 of the first 30 steps"
-    )
+    assert kmp.advise(run_of(*rows, **DYNAMIC))[0].evidence.startswith("12 of the first 30 steps")
 
 
 def test_initial_scale_at_which_all_steps_were_skipped_has_not_dropped_to_the_one_of_the_replay():

@@ -4,10 +4,10 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from conftest import bin_counts, make_replay, sample_from
+from conftest import bin_counts, make_replay, run_of, sample_from
 
 from kmp import what_if
-from kmp.records import GradientSample, Run
+from kmp.records import GradientSample
 from kmp.records.replay import LayerSearch
 
 
@@ -61,9 +61,7 @@ def test_variables_of_float32_layers_are_ignored():
     row = {"step": 1, "sample": sample_from(1, 1.0, {"a": small, "b": large})}
 
     def underflow(*float32_variables):
-        return what_if(Run([row], {"settings": {"float32_variables": list(float32_variables)}})).at(
-            0
-        )["underflow"]
+        return what_if(run_of(row, float32_variables=list(float32_variables))).at(0)["underflow"]
 
     assert (underflow(), underflow("a"), underflow("b")) == (0.5, 0.0, 1.0)
     assert underflow("a", "b") == 0.5  # in a float32 run all variables count
@@ -72,7 +70,7 @@ def test_variables_of_float32_layers_are_ignored():
 def test_float32_reference_makes_the_curve_exact_unless_it_overflowed():
     reference = sample([0, 0, 2.0**-40, 2.0**-4])
     curve = what_if(
-        Run([{"step": 1, "sample": sample([0, 0, 0, 1.0], scale=2.0**4), "reference": reference}])
+        run_of({"step": 1, "sample": sample([0, 0, 0, 1.0], scale=2.0**4), "reference": reference})
     )
     assert (curve.is_measured, curve.is_lowest_known) == (True, True)
     assert not curve.is_extrapolated.any()
@@ -85,7 +83,9 @@ def test_float32_reference_makes_the_curve_exact_unless_it_overflowed():
     }
     assert curve.at(16)["underflow"] == 0.0
     curve = what_if(
-        Run([{"step": 1, "sample": sample([1.0, 0.0])}, {"step": 2, "reference": sample([np.inf])}])
+        run_of(
+            {"step": 1, "sample": sample([1.0, 0.0])}, {"step": 2, "reference": sample([np.inf])}
+        )
     )
     assert (curve.is_measured, curve.at(0)["underflow_bound"]) == (False, 0.5)
 
@@ -110,7 +110,7 @@ OVERFLOWS_AT_EVERY_SCALE = replace(
     ],
 )
 def test_recommended_range_extends_from_underflow_to_one_bit_below_overflow(row, recommended):
-    curve = what_if(Run([{"step": 1} | row]))
+    curve = what_if(run_of({"step": 1} | row))
     assert curve.recommended == recommended
     assert np.isfinite(curve.underflow).all()
 

@@ -3,11 +3,10 @@
 from dataclasses import replace
 
 import pytest
-from conftest import make_replay, sample_from
+from conftest import make_replay, run_of, sample_from
 
 import kmp
 from kmp.diagnosis import ERROR, INFO, WARNING, cure_of
-from kmp.records import Run
 from kmp.records.replay import GradientError, LayerError, NonfiniteOperation, Overflow
 
 WITHOUT_SCALE = {"rule": "FixedScale", "initial_scale": 1.0, "settings_call": "kmp.enable"}
@@ -26,7 +25,7 @@ NONFINITE_GRADIENTS = {
 
 def advice_of(settings, *rows):
     first = {"step": 1, "overflow_count": 0, "last_loss": 1.0, "highest_loss": 1.0}
-    return kmp.advise(Run([first, *rows], {"settings": {"layers": LAYERS} | settings}))
+    return kmp.advise(run_of(first, *rows, **{"layers": LAYERS} | settings))
 
 
 def backward_replay(*operations, is_finite_in_float32=True, **values):
@@ -84,7 +83,7 @@ def test_backward_pass_that_only_bfloat16_makes_infinite_is_cured_by_float32():
         finding.evidence
     )
     assert finding.change == "kmp.layers.Float32(Dense(..., name='a'))"
-    assert cure_of(Run([record], {"settings": {"layers": LAYERS} | BFLOAT16})).layers == ("net/a",)
+    assert cure_of(run_of(record, layers=LAYERS, **BFLOAT16)).layers == ("net/a",)
 
     # 1e-12 is 0 in float16 and not in bfloat16; 1e-40 is 0 in both.
     for lost, reason in (

@@ -7,11 +7,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import make_replay, sample_from
+from conftest import make_replay, run_of, sample_from
 
 import kmp
 from kmp.diagnosis import cure_of
-from kmp.records import Run
 from kmp.records.replay import (
     BatchCheck,
     GradientError,
@@ -52,7 +51,7 @@ def compared(record, output_error=0.001, **values):
 
 
 def advice_of(*rows, **settings):
-    return kmp.advise(Run(list(rows), {"settings": SETTINGS | settings}))
+    return kmp.advise(run_of(*rows, **SETTINGS | settings))
 
 
 def first_finding(*rows, **settings):
@@ -467,7 +466,7 @@ def test_no_cure_is_for_errors_that_another_cause_explains(errors, other, layers
         compared(row(step), float32_layers=["net/dense"], **errors, **other)
         for step in (1, 50, 100)
     ]
-    cure = cure_of(Run(rows, {"settings": SETTINGS}))
+    cure = cure_of(run_of(*rows, **SETTINGS))
     assert (cure and cure.layers) == layers
 
 
@@ -497,7 +496,7 @@ def test_comparisons_since_the_last_repair_agree_on_harm_before_it_is_a_problem(
         compared(row(step), **(found if is_harmful else {}))
         for step, is_harmful in zip(range(10, 100, 10), harmful, strict=False)
     ]
-    run = Run([*before, repair, *rows, row(rows[-1]["step"] + 1)], {"settings": SETTINGS})
+    run = run_of(*before, repair, *rows, row(rows[-1]["step"] + 1), **SETTINGS)
     advice, cure = kmp.advise(run), cure_of(run)
     assert [finding.cause for finding in advice.problems] == ([cause] if cause else [])
     assert (cure and cure.layers) == layers
@@ -573,7 +572,7 @@ def test_state_in_float16_needs_another_dtype_of_its_variable():
     finding = advice_of(*rows, layers=layers, policy="float16")[0]
     assert finding.change == "kmp.enable(policy='mixed_float16')"
     # A repair of the training does not change the dtype of variables.
-    assert cure_of(Run(rows, {"settings": SETTINGS | {"layers": layers}})) is None
+    assert cure_of(run_of(*rows, **SETTINGS | {"layers": layers})) is None
 
 
 @pytest.mark.parametrize("case", OPEN)

@@ -221,7 +221,7 @@ def test_audit_and_advice_name_the_lines(enabled):
     source = Path(__file__).read_text().splitlines()
     line = 1 + next(number for number, each in enumerate(source) if each.endswith("# the noise"))
     place = f"{__file__}, line {line} (Mul of float16 and float32)"
-    assert place in monitor.run.settings["promoted"]
+    assert place in monitor.run.settings.promoted
     assert f"Computed in float32, because one operand is float32: {place}" in " ".join(
         kmp.advise(monitor.run).verdict.split()
     )

@@ -111,7 +111,7 @@ def test_example_trains_alike_on_each_worker(tmp_path):
     assert [line.split(":")[0] for line in lines] == ["worker 0", "worker 1"]
     assert len({line.split(":")[1] for line in lines}) == 1
     run = kmp.load_run(tmp_path / "log")
-    assert run.settings["replicas"] == 2
+    assert run.settings.replicas == 2
     steps = run.series("loss_scale")[0].tolist()
     assert steps == sorted(set(steps))
     assert steps[-1] == 48

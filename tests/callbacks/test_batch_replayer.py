@@ -537,7 +537,7 @@ def test_replay_that_takes_too_long_ends_and_the_last_one_has_fewer_examples(mon
     monkeypatch.setattr(replay_time, "_MOST_SECONDS", 0.0)
     callbacks = defaults(every_n_steps=1, on_nonfinite="ignore")
     fit(compiled_model(run_eagerly=True), callbacks, batches=4)
-    errors = [row["replay_error"] for row in callbacks[0].run.rows if "replay_error" in row]
+    errors = [row.replay_error for row in callbacks[0].run.rows if row.replay_error]
     assert errors[:2] == [
         f"TimeoutError: {count} examples take longer than 0 s" for count in (8, 2)
     ]

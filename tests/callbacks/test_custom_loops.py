@@ -221,7 +221,7 @@ def test_gradients_of_a_loss_with_gradients_in_it_are_compared():
 
     loop.step = step
     run = loop.train()
-    assert run.settings["step_facts"].scaling == "right"
+    assert run.settings.step_facts.scaling == "right"
     assert run.comparisons
     for _, replay in run.comparisons:
         layers_of = {each.layer.rpartition("/")[2] for each in replay.gradient_errors}

@@ -27,6 +27,7 @@ from conftest import (
     without_replays,
 )
 from models import OwnStep
+from msgspec import UNSET
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import kmp
@@ -281,7 +282,7 @@ def test_log_without_records_is_replaced_without_a_warning(tmp_path, caplog):
         (tmp_path / "kmp.jsonl").write_text(content)
         assert fit_and_get_warnings(tmp_path, model, caplog) == []
         assert logged_steps(tmp_path) == [start + step for step in TWICE[:6]]
-        assert kmp.load_run(tmp_path).settings["optimizer"] == "SGD"
+        assert kmp.load_run(tmp_path).settings.optimizer == "SGD"
 
 
 def test_write_that_fails_before_the_log_is_archived_leaves_it_unchanged(tmp_path):
@@ -471,12 +472,10 @@ def test_overflow_counts_by_variable_are_recorded_when_they_change(tmp_path):
         without_replays(tmp_path, every_n_steps=1, on_nonfinite="ignore"),
         batches=20,
     )
-    rows = [row for row in kmp.load_run(tmp_path).rows if "overflow_count" in row]
-    counted = [row for row in rows if "overflows_by_variable" in row]
-    overflows = [row["overflow_count"] for row in counted]
-    assert (
-        overflows == sorted(set(overflows)) == sorted({row["overflow_count"] for row in rows} - {0})
-    )
+    rows = [row for row in kmp.load_run(tmp_path).rows if row.overflow_count is not UNSET]
+    counted = [row for row in rows if row.overflows_by_variable]
+    overflows = [row.overflow_count for row in counted]
+    assert overflows == sorted(set(overflows)) == sorted({row.overflow_count for row in rows} - {0})
     snapshot = optimizer.snapshot()
     assert counted[-1]["overflows_by_variable"] == snapshot.overflows_by_variable
     assert counted[-1]["overflow_origins_by_variable"] == snapshot.overflow_origins_by_variable
@@ -509,7 +508,7 @@ def test_metrics_of_epochs_are_recorded_once(tmp_path):
     model = compiled_model(keras.optimizers.SGD(0.25), run_eagerly=True)
     history = model.fit(x, y, callbacks=[added, *callbacks], **options)
     for run in (callbacks[0].run, kmp.load_run(tmp_path)):
-        assert [row["epoch"] for row in run.rows if "metrics" in row] == [0, 1, 2]
+        assert [row.epoch for row in run.rows if row.metrics] == [0, 1, 2]
         assert sorted(run.metrics) == ["huge", "learning_rate", "loss", "undefined", "val_loss"]
         for name in ("loss", "val_loss"):
             assert run.metrics[name][1].tolist() == history.history[name]
@@ -587,7 +586,7 @@ def test_model_whose_step_calls_only_its_parts_is_recorded(tmp_path):
     model.compile(kmp.wrap("sgd"), run_eagerly=True)
     fit(model, without_replays(tmp_path), batches=2)
     assert not model.built
-    assert kmp.load_run(tmp_path).settings["parameters"] == 23
+    assert kmp.load_run(tmp_path).settings.parameters == 23
 
 
 def test_log_that_is_lost_during_the_training_ends_with_a_warning_and_the_run_has_all(tmp_path):
@@ -632,8 +631,8 @@ def test_log_that_another_program_changes_goes_on_with_what_is_left(tmp_path, ch
     assert len([each for each in caught if "truncated" in str(each.message)]) == 1
     run, complete = kmp.load_run(tmp_path), callbacks[0].run
     assert f"after the {kept} records" in str(caught[0].message)
-    later = [row["step"] for row in complete.rows if row["step"] > 3]
-    assert [row["step"] for row in run.rows][kept:] == later
+    later = [row.step for row in complete.rows if row.step > 3]
+    assert [row.step for row in run.rows][kept:] == later
     assert run.header == complete.header
     assert [each.names for each in run.samples] == [run.samples[-1].names] * len(run.samples)
     assert steps_in_tensorboard(tmp_path)[-3:] == [4, 5, 6]
@@ -645,7 +644,7 @@ def test_loaded_log_has_all_settings_and_all_keys_of_its_records(tmp_path):
     (monitor,) = kmp.callbacks.defaults(tmp_path, every_n_steps=2)
     model.fit(np.ones((64, 4)), np.ones((64, 1)), batch_size=8, verbose=0, callbacks=[monitor])
     loaded = kmp.load_run(tmp_path)
-    assert monitor.run.settings["clips"] is True
-    assert loaded.settings.keys() == monitor.run.settings.keys()
-    assert [row.keys() for row in loaded.rows] == [row.keys() for row in monitor.run.rows]
+    assert monitor.run.settings.clips is True
+    assert loaded.settings == monitor.run.settings
+    assert [*map(to_line, loaded.rows)] == [*map(to_line, monitor.run.rows)]
     assert loaded.replays == monitor.run.replays

@@ -21,6 +21,7 @@ from kmp.callbacks import (
     StuckError,
     defaults,
 )
+from kmp.records import Header, Record
 
 pytestmark = pytest.mark.usefixtures("enabled")
 
@@ -169,8 +170,8 @@ def test_overflows_are_counted_and_the_rate_is_since_the_last_record():
     total = model.optimizer.snapshot().overflow_count
     assert 5 < total < 20
     assert history["overflow_count"][-1] == total
-    records = [record for record in callback.run.rows if "metrics" not in record]
-    assert [record["step"] for record in records] == [1, 2, 4, 8, 10, 20, 30, 40]
+    records = [record for record in callback.run.rows if not record.metrics]
+    assert [record.step for record in records] == [1, 2, 4, 8, 10, 20, 30, 40]
     fourth, eighth = records[2:4]
     new = eighth["overflow_count"] - fourth["overflow_count"]
     assert eighth["overflow_rate"] == new / 4 > 0
@@ -290,7 +291,7 @@ def test_reused_callbacks_read_only_the_last_model_and_release_the_log_for_one_w
     kmp.disable()
     keras.config.set_dtype_policy("float32")
     fit(compiled_model(run_eagerly=True), callbacks, batches=2)
-    assert (callbacks[0].run.rows, callbacks[0].run.header) == ([], {})
+    assert (callbacks[0].run.rows, callbacks[0].run.header) == ([], Header())
     assert not is_locked(tmp_path)
 
 
@@ -339,7 +340,7 @@ def test_report_over_a_file_of_the_user_is_an_error_before_the_training(tmp_path
         fit(model, without_replays(report=file), batches=1)
     assert int(model.optimizer.iterations) == 0
     with pytest.raises(FileExistsError, match="not a report of kmp.*name another one: `path`"):
-        kmp.report.write({"first": kmp.records.Run([{"step": 1}])}, file)
+        kmp.report.write({"first": kmp.records.Run([Record(step=1)])}, file)
     assert file.read_text() == "mine"
 
 
@@ -399,7 +400,7 @@ def test_records_are_in_order_after_a_skipped_first_step():
     model = compiled_model(run_eagerly=True)
     model.fit(x, y, batch_size=8, shuffle=False, verbose=0, callbacks=callbacks)
     run = callbacks[0].run
-    steps = [row["step"] for row in run.rows if "metrics" not in row]
+    steps = [row.step for row in run.rows if not row.metrics]
     # The first sample is not finite, so the next step is sampled too.
     assert steps == [1, 2, 4, 5, 10]
     assert [bool(np.isnan(sample.update_norm).all()) for sample in run.samples] == [

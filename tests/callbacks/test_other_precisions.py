@@ -62,7 +62,7 @@ def train(model, callbacks, x=None, epochs=1):
 
 
 def repaired_layers(run):
-    return [path.rpartition("/")[2] for row in run.rows for path in row.get("fallback", ())]
+    return [path.rpartition("/")[2] for row in run.rows for path in row.fallback or ()]
 
 
 def test_layer_that_bfloat16_ruins_is_set_to_float32_while_the_training_runs(tmp_path):
@@ -141,7 +141,7 @@ def test_model_with_weights_in_bfloat16_is_watched():
         model = sequential(layers.Dense(4), layers.Dense(1), optimizer=keras.optimizers.SGD(1e-5))
     monitor = Monitor(every_n_steps=4)
     train(model, [monitor])
-    assert monitor.run.settings["variable_dtypes"] == ["bfloat16"]
+    assert monitor.run.settings.variable_dtypes == ["bfloat16"]
     assert [step for step, _ in monitor.run.comparisons] == [1, 4, 8, 16]
     assert [found.cause for found in kmp.advise(monitor.run).problems] == ["lost_updates"]
 

@@ -72,7 +72,7 @@ def test_transformer_whose_attention_masks_overflow_scores_as_in_float32_under_x
     data = sentences()
     _, sound, _ = trained(data, "float32")
     model, score, run = trained(data, "mixed_float16")
-    fallbacks = {path.rpartition("/")[2] for row in run.rows for path in row.get("fallback", ())}
+    fallbacks = {path.rpartition("/")[2] for row in run.rows for path in row.fallback or ()}
     assert fallbacks == {"attention0", "attention1"}
     assert sound > 0.93
     assert score == pytest.approx(sound, abs=0.03)

@@ -70,9 +70,9 @@ def test_layer_that_overflows_is_set_to_float32_and_the_training_continues(tmp_p
     warning = next(str(each.message) for each in seen if "permanent" in str(each.message))
     assert "kmp.layers.Float32(Cube(..., name='cube'))" in warning
     run = kmp.load_run(tmp_path / "run")
-    (index,) = [index for index, row in enumerate(run.rows) if "fallback" in row]
-    assert [path.rpartition("/")[2] for path in run.rows[index]["fallback"]] == ["cube", "norm"]
-    assert run.rows[index + 1]["replay"].is_finite  # the proof: the same batch with the change
+    (index,) = [index for index, row in enumerate(run.rows) if row.fallback]
+    assert [path.rpartition("/")[2] for path in run.rows[index].fallback] == ["cube", "norm"]
+    assert run.rows[index + 1].replay.is_finite  # the proof: the same batch with the change
     assert run.last("overflow_count") == 8  # in the first execution
     assert model.optimizer.snapshot().overflows_in_a_row == 0
     advice = kmp.advise(run)
@@ -365,10 +365,10 @@ def test_model_that_computes_outside_its_layers_is_repaired_if_loss_or_thrice_gr
     with pytest.warns(UserWarning, match="kmp set the layer 'curve") as warned:
         model.fit(x, height * np.sin(3 * x), batch_size=32, verbose=0, callbacks=callbacks)
     rows = callbacks[0].run.rows
-    repair = next(index for index, row in enumerate(rows) if "fallback" in row)
-    assert sum(is_harmful(row["replay"]) for row in rows[:repair] if "replay" in row) == comparisons
+    repair = next(index for index, row in enumerate(rows) if row.fallback)
+    assert sum(is_harmful(row.replay) for row in rows[:repair] if row.replay) == comparisons
     if height == 1.0:  # no single layer is enough
-        assert rows[repair]["fallback"] == ["curve"]
+        assert rows[repair].fallback == ["curve"]
         assert "kmp.enable(policy='float32')" in str(warned[0].message)
         assert {layer.compute_dtype for layer in sublayers(model)} == {"float32"}
 
@@ -533,7 +533,7 @@ def test_interrupted_training_resumes_with_the_layers_of_its_log_before_its_firs
     for each in (run, kmp.load_run(tmp_path / "run")):
         assert kmp.advise(each).problems == ()
         assert kmp.advise(each)[0].cause == "float32_fallback"
-        assert len([row for row in each.rows if "fallback" in row]) == 1
+        assert len([row for row in each.rows if row.fallback]) == 1
     # A training that begins at step 0 is another one: its log replaces the earlier one.
     new = overflowing()
     train(new, defaults(tmp_path / "run"), epochs=1)
@@ -632,7 +632,7 @@ def test_change_whose_replay_fails_is_taken_back_and_that_of_a_later_batch_is_ma
     model, callbacks = overflowing(), defaults()
     train(model, callbacks, epochs=2)
     first, second, *_ = (step for step, found in callbacks[0].run.replays if not found.is_finite)
-    (repaired_at,) = (row["step"] for row in callbacks[0].run.rows if "fallback" in row)
+    (repaired_at,) = (row.step for row in callbacks[0].run.rows if row.fallback)
     assert first < second == repaired_at
     assert dtypes(model) == {"cube": "float32", "norm": "float32", "head": "float16"}
 
@@ -645,10 +645,10 @@ def test_harm_without_overflow_is_repaired_and_shown_in_tensorboard(tmp_path):
     with pytest.warns(UserWarning, match="The outputs of layer 'phase' are not those of float32"):
         model.fit(hours, np.sin(hours), batch_size=8, verbose=0, callbacks=defaults(tmp_path))
     assert dtypes(model) == {"phase": "float32", "head": "float16"}
-    (row,) = [row for row in kmp.load_run(tmp_path).rows if "fallback" in row]
+    (row,) = [row for row in kmp.load_run(tmp_path).rows if row.fallback]
     (event,) = tensorboard(tmp_path, "kmp/fallback")
     text = tf.make_ndarray(event.tensor_proto).item().decode()
-    assert event.step == row["step"]
+    assert event.step == row.step
     assert text == f"```\nSet to float32: {row['fallback'][0]!r}\n{row['fallback_reason']}\n```"
 
 

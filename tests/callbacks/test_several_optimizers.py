@@ -242,4 +242,4 @@ def test_average_of_the_weights_is_not_named_as_untrained(enabled):
     model.compile("sgd", jit_compile=False)
     (monitor,) = callbacks = kmp.callbacks.defaults(replay=False)
     train(model, callbacks)
-    assert monitor.run.settings["untrained_variables"] == []
+    assert monitor.run.settings.untrained_variables == []

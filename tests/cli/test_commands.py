@@ -13,18 +13,15 @@ import tensorflow as tf
 
 from kmp.bench import precision
 from kmp.bench.measurement import Measurement, MeasurementError
+from kmp.records import Header, Record, Settings
 from kmp.records.jsonl import to_line
 from kmp_cli import main
 
 
 def write_run(folder):
     folder.mkdir(parents=True)
-    header = {
-        "schema": 1,
-        "kind": "header",
-        "settings": {"compute_dtypes": ["float16"], "model": folder.name},
-    }
-    record = {"step": 9, "loss_scale": 2.0**15, "overflow_count": 0, "overflow_rate": 0.0}
+    header = Header(settings=Settings(compute_dtypes=["float16"], model=folder.name))
+    record = Record(step=9, loss_scale=2.0**15, overflow_count=0, overflow_rate=0.0)
     (folder / "kmp.jsonl").write_text(to_line(header) + to_line(record))
     return folder
 

@@ -53,7 +53,7 @@ def result(accuracy, updates=8, loss=1.0, repaired_at=None, warnings=()):
     """Returns a result of 8 steps in an epoch; its network begins with an accuracy of 0.1."""
     rows = []
     if repaired_at is not None:
-        rows.append({"step": repaired_at, "fallback": [LAYER]})
+        rows.append(kmp.records.Record(step=repaired_at, fallback=[LAYER]))
     return experiment.Result(
         accuracies=[0.1, accuracy],
         losses=[loss],

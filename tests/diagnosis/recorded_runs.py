@@ -63,4 +63,4 @@ def prefixes_of(run: Run) -> list[Run]:
 
 def replay_lengths(run: Run) -> list[int]:
     """Returns the numbers of records with which a run ended in a replay."""
-    return [length for length, row in enumerate(run.rows, 1) if "replay" in row]
+    return [length for length, row in enumerate(run.rows, 1) if row.replay]

@@ -9,13 +9,13 @@ from dataclasses import replace
 import msgspec
 import pytest
 from float16_faults.truth import FLOAT16
+from msgspec import UNSET, structs
 from recorded_runs import recorded_runs, unrepaired_run
 
 from kmp.advice import advise
 from kmp.diagnosis import RunMetrics
 from kmp.diagnosis.causes import found_causes
-from kmp.records import Replay, Run
-from kmp.records.log_schema import Settings
+from kmp.records import Header, Replay, Run, Settings
 
 SCALE_SETTINGS = (
     *("loss_scale", "min_scale", "max_scale", "growth_interval", "growth_factor"),
@@ -58,21 +58,19 @@ def in_format(run, name):
         text = msgspec.json.encode(value).replace(b'"float16"', f'"{name}"'.encode())
         return msgspec.json.decode(text, type=type_)
 
-    settings = renamed(run.settings, Settings)
+    settings = structs.asdict(renamed(run.settings, Settings))
     for key in SCALE_SETTINGS:
-        settings.pop(key, None)
+        del settings[key]
     settings |= {"rule": "FixedScale", "initial_scale": 1.0}
-    rows = []
-    for row in run.rows:
-        changed = dict(row)
-        if row.get("loss_scale"):
-            changed["loss_scale"] = 1.0
-        if "sample" in row:
-            changed["sample"] = replace(row["sample"], loss_scale=1.0)
-        if "replay" in row:
-            changed["replay"] = replace(renamed(row["replay"], Replay), loss_scale=1.0)
-        rows.append(changed)
-    return Run(rows, {"settings": settings})
+    rows = [structs.replace(row) for row in run.rows]
+    for row in rows:
+        if row.loss_scale:
+            row.loss_scale = 1.0
+        if row.sample is not UNSET:
+            row.sample = replace(row.sample, loss_scale=1.0)
+        if row.replay:
+            row.replay = replace(renamed(row.replay, Replay), loss_scale=1.0)
+    return Run(rows, Header(settings=Settings(**settings)))
 
 
 @pytest.mark.parametrize("name", sorted(ALL))
@@ -92,7 +90,7 @@ WORDS_OF_FLOAT16 = re.compile(
 @pytest.mark.parametrize("recorded", recorded_runs())
 def test_advice_on_another_format_does_not_speak_of_float16(recorded, name):
     run = in_format(recorded_runs()[recorded], name)
-    rows = [row for row in run.rows if "fallback" not in row]  # their reasons are of float16
+    rows = [row for row in run.rows if not row.fallback]  # their reasons are of float16
     text = str(advise(Run(rows, run.header)))
     assert not WORDS_OF_FLOAT16.search(text), text
     if name == "float32":

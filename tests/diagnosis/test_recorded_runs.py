@@ -20,7 +20,7 @@ from verdicts import VERDICTS
 
 from kmp.advice import advise
 from kmp.diagnosis import ERROR, WARNING, causes, cure_of, incurable_cause_of
-from kmp.records import load_run
+from kmp.records import Record, load_run
 from kmp.records.jsonl import to_line
 
 # These lose time or a little accuracy; the others break the training.
@@ -35,8 +35,8 @@ def layers_of_cure(run):
 def repair_of(run):
     """Returns the number of records before a repair, and its layers; `None` without one."""
     for length, row in enumerate(run.rows):
-        if "fallback" in row:
-            return length, tuple(row["fallback"])
+        if row.fallback:
+            return length, tuple(row.fallback)
     return None
 
 
@@ -139,7 +139,7 @@ def test_flat_replays_load_as_typed_ones():
 @pytest.mark.parametrize("name", recorded_runs())
 def test_replays_are_the_same_after_they_are_written_and_loaded_again(name, tmp_path):
     run = recorded_runs()[name]
-    lines = [to_line({"step": step, "replay": replay}) for step, replay in run.replays]
+    lines = [to_line(Record(step=step, replay=replay)) for step, replay in run.replays]
     log = tmp_path / "kmp.jsonl"
     log.write_text(to_line(run.header) + "".join(lines), encoding="utf-8")
     assert "is_part_finite" not in log.read_text(encoding="utf-8")

@@ -6,6 +6,7 @@
 import pytest
 
 import kmp
+from kmp.records import Header, Record, Settings
 from kmp.records.jsonl import to_line
 from kmp.records.step_facts import CodeLine, StepFacts
 
@@ -17,9 +18,9 @@ IN_FLOAT16 = [CodeLine("Sub", "float16", "train.py", 7), CodeLine("Exp", "float1
 def run_of(tmp_path, facts, *rows, **settings):
     """Returns the run of a log with these facts, written and read."""
     settings = {"rule": "DynamicScale", "compute_dtypes": ["float16"], **settings}
-    header = {"schema": 1, "kind": "header", "settings": settings | {"step_facts": facts}}
-    first = {"step": 1, "loss_scale": 2.0**15, "overflow_count": 0}
-    rows = rows or ({"step": 2, "loss_scale": 2.0**15},)
+    header = Header(settings=Settings(step_facts=facts, **settings))
+    first = Record(step=1, loss_scale=2.0**15, overflow_count=0)
+    rows = rows or (Record(step=2, loss_scale=2.0**15),)
     log = tmp_path / "kmp.jsonl"
     log.write_text("".join(map(to_line, (header, first, *rows))), encoding="utf-8")
     return kmp.load_run(log)
@@ -104,13 +105,13 @@ def test_what_is_sound_or_not_known_is_no_fault(tmp_path, scaling, settings):
 
 
 def test_the_steepest_operation_of_a_loss_in_float16_is_named_first(tmp_path):
-    failed = {
-        "step": 4,
-        "loss_scale": 2.0**15,
-        "overflow_count": 3,
-        "nonfinite_loss_count": 3,
-        "loss_dtype": "float32",
-    }
+    failed = Record(
+        step=4,
+        loss_scale=2.0**15,
+        overflow_count=3,
+        nonfinite_loss_count=3,
+        loss_dtype="float32",
+    )
     facts = StepFacts("right", operations_in_16_bits=IN_FLOAT16)
     layers = {"layers": {"net/out": "Dense"}, "output_layers": ["net/out"]}
     finding = kmp.advise(run_of(tmp_path, facts, failed, **layers))[0]

@@ -3,6 +3,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from conftest import OverflowsBackward, optimizer_for, without_replays
+from msgspec import UNSET
 
 import kmp
 
@@ -143,9 +144,9 @@ def test_nonfinite_loss_has_no_overflow_origin():
     }
     # NaN in the loss is in all gradients.
     assert by_layer == {"a": 3, "b": 3, "c": 2, "d": 2, "e": 2}
-    rows = [row for row in run.rows if "overflow_count" in row]
-    assert [row["nonfinite_losses_in_a_row"] for row in rows] == [0, 1, 0]
-    assert ["overflow_origin" in row for row in rows] == [True, False, False]
+    rows = [row for row in run.rows if row.overflow_count is not UNSET]
+    assert [row.nonfinite_losses_in_a_row for row in rows] == [0, 1, 0]
+    assert [row.overflow_origin is not UNSET for row in rows] == [True, False, False]
 
 
 def test_snapshot_has_the_last_loss_and_the_highest_finite_one_after_the_first_step():

@@ -9,7 +9,7 @@ from matplotlib.text import Text
 
 from kmp import plots
 from kmp.advice import WhatIf, what_if
-from kmp.records import ExponentHistogram, GradientSample, Run
+from kmp.records import ExponentHistogram, GradientSample, Header, Record, Run, Settings
 from kmp.records.replay import LayerError
 
 
@@ -21,21 +21,19 @@ def histogram(scale=2.0**10, **bins):
 def sample(step, **bins):
     counts = bin_counts(**(bins or {"exponents": {-20: 60, 3: 20}, "zero": 20}))[None]
     data = GradientSample(step, 8.0, ("m/kernel",), counts, amax=np.array([8.0]), norm=np.ones(1))
-    return {"step": step, "sample": data}
+    return Record(step=step, sample=data)
 
 
 def scales_of(*pairs, **values):
     """Returns the records of a run with these steps and loss scales."""
-    return [{"step": step, "loss_scale": scale} | values for step, scale in pairs]
+    return [Record(step=step, loss_scale=scale, **values) for step, scale in pairs]
 
 
 def overflows_of(overflows, origins=None, step=1):
     """Returns the record of overflows by variable."""
-    return {
-        "step": step,
-        "overflows_by_variable": overflows,
-        "overflow_origins_by_variable": origins or {},
-    }
+    return Record(
+        step=step, overflows_by_variable=overflows, overflow_origins_by_variable=origins or {}
+    )
 
 
 def compared(*errors, step=9, output_error=0.002, **values):
@@ -44,7 +42,7 @@ def compared(*errors, step=9, output_error=0.002, **values):
     replay = make_replay(
         32, 8.0, 1.0, 1.0, True, True, output_error=output_error, layer_errors=layers, **values
     )
-    return {"step": step, "replay": replay}
+    return Record(step=step, replay=replay)
 
 
 def curve(is_measured=False, recommended=(9, 11), in_use=10.0):
@@ -199,8 +197,8 @@ def test_heat_map_of_another_format_has_neither_limits_nor_a_loss_scale(dtype):
 
 def without_scale(dtype):
     """Returns the header of a run whose layers compute in a dtype, with the scale it gets."""
-    settings = {"rule": "FixedScale", "initial_scale": 1.0, "compute_dtypes": [dtype]}
-    return {"settings": settings}
+    settings = Settings(rule="FixedScale", initial_scale=1.0, compute_dtypes=[dtype])
+    return Header(settings=settings)
 
 
 def test_heat_map_marks_nonfinite_samples():
@@ -216,29 +214,11 @@ def test_heat_map_marks_nonfinite_samples():
 
 def test_overflow_is_marked_in_its_step_at_its_scale_or_where_that_is_unknown_at_its_record():
     rows = [
-        {
-            "step": 20,
-            "loss_scale": 4.0,
-            "overflow_count": 0,
-            "overflow_rate": 0.0,
-            "clean_steps": 20,
-        },
+        Record(step=20, loss_scale=4.0, overflow_count=0, overflow_rate=0.0, clean_steps=20),
         # 16 in between.
-        {
-            "step": 40,
-            "loss_scale": 8.0,
-            "overflow_count": 1,
-            "overflow_rate": 0.05,
-            "clean_steps": 3,
-        },
+        Record(step=40, loss_scale=8.0, overflow_count=1, overflow_rate=0.05, clean_steps=3),
         # Unknown.
-        {
-            "step": 60,
-            "loss_scale": 8.0,
-            "overflow_count": 3,
-            "overflow_rate": 0.1,
-            "clean_steps": 23,
-        },
+        Record(step=60, loss_scale=8.0, overflow_count=3, overflow_rate=0.1, clean_steps=23),
     ]
     ax = plots.loss_scale(Run(rows))
     drawn, marks = ax.lines
@@ -253,18 +233,18 @@ def test_overflow_is_marked_in_its_step_at_its_scale_or_where_that_is_unknown_at
     assert ax.get_ylim()[1] >= 16
     assert ax.get_title(loc="left") == "The loss scale ends at $2^{3}$; 3 of 60 steps were skipped"
     grown = plots.loss_scale(
-        Run(rows, {"settings": {"rule": "DynamicScale", "growth_interval": 20}})
+        Run(rows, Header(settings=Settings(rule="DynamicScale", growth_interval=20)))
     )
     # Clean since the growth.
     assert line(grown, "last skipped").get_xydata().tolist() == [[40, 8], [60, 8]]
-    fixed = plots.loss_scale(Run(rows, {"settings": {"rule": "FixedScale"}}))
+    fixed = plots.loss_scale(Run(rows, Header(settings=Settings(rule="FixedScale"))))
     assert line(fixed, "last skipped").get_xydata().tolist() == [[37, 8], [60, 8]]
 
 
 def test_steps_that_set_layers_to_float32_are_marked_with_one_legend_entry():
     rows = scales_of((10, 8.0), (20, 8.0), (30, 8.0))
     fallbacks = [
-        {"step": step, "fallback": ["net/dense"], "fallback_reason": "why"} for step in (12, 25)
+        Record(step=step, fallback=["net/dense"], fallback_reason="why") for step in (12, 25)
     ]
     ax = plots.loss_scale(Run([*rows, *fallbacks]))
     (marks,) = ax.collections
@@ -314,7 +294,7 @@ def test_figures_of_many_records_have_a_bounded_number_of_marks_and_cells():
 
 
 def test_errors_of_the_layers_are_those_of_the_last_comparison():
-    not_finite = {"step": 20, "replay": make_replay(32, 8.0, None, 1.0, False, True)}
+    not_finite = Record(step=20, replay=make_replay(32, 8.0, None, 1.0, False, True))
     rows = [
         compared((0.3, 0.3), step=5),
         compared((1e-3, 1e-4), (0.0, None), (2e-3, 0.0)),
@@ -356,7 +336,7 @@ def test_errors_of_many_layers_have_as_many_names_as_fit(origin):
 
 def test_metric_has_a_line_for_each_run():
     runs = {
-        name: Run([{"step": step, "metrics": {"acc": step * factor}} for step in (10, 20)])
+        name: Run([Record(step=step, metrics={"acc": step * factor}) for step in (10, 20)])
         for name, factor in (("a", 0.01), ("b", 0.02))
     }
     ax = plots.metric(runs | {"without": Run()}, "acc")
@@ -513,7 +493,7 @@ def test_names_are_drawn_literally():
     variables = {"$x_{$/kernel": 2, "a\x1b[2J\u202e": 1}
     bars = plots.overflowing_variables(Run([overflows_of(variables, variables)]))
     assert texts_of(bars.get_yticklabels()) == [r"\$x_{\$/kernel", r"a\x1b[2J\u202e"]
-    lines = plots.metric({"$r_{$": Run([{"step": 9, "metrics": {"$x_{$": 0.5}}])}, "$x_{$")
+    lines = plots.metric({"$r_{$": Run([Record(step=9, metrics={"$x_{$": 0.5})])}, "$x_{$")
     assert lines.get_title(loc="left") == r"\$x_{\$ at the end: 0.5"
     for ax in (bars, lines):
         ax.figure.canvas.draw()  # mathtext would raise
@@ -532,7 +512,7 @@ def test_names_are_drawn_literally():
     ],
 )
 def test_run_without_records_is_an_empty_figure_with_a_reason(draw, reason, rows):
-    for ax in (draw(Run(rows)), draw(Run([*rows, {"step": 1, "last_loss": 0.5}]))):
+    for ax in (draw(Run(rows)), draw(Run([*rows, Record(step=1, last_loss=0.5)]))):
         assert texts_of(ax.texts) == [reason]
         assert not ax.lines
         assert not ax.patches
@@ -550,9 +530,10 @@ FULL = Run(
         *(
             sample(10),
             sample(20),
-            {"step": 20, "loss_scale": 8.0, "overflow_rate": 0.1, "overflow_count": 2},
+            Record(step=20, loss_scale=8.0, overflow_rate=0.1, overflow_count=2),
         ),
-        compared((1.2, 1.2), (1.2, 1e-4), output_error=1.2) | {"fallback": ["net/layer_0"]},
+        compared((1.2, 1.2), (1.2, 1e-4), output_error=1.2),
+        Record(step=9, fallback=["net/layer_0"]),
         overflows_of(dict.fromkeys(LONG_NAMES, 2000), {LONG_NAMES[0]: 2000}, step=20),
     ]
 )

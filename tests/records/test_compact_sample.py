@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kmp import load_run, records
-from kmp.records import BIN_COUNT, GradientSample
+from kmp.records import BIN_COUNT, GradientSample, Header, Record
 from kmp.records.compact_sample import compact, expanded
 from kmp.records.exponent_histogram import FIRST_EXPONENT, INF_BIN, NAN_BIN
 from kmp.records.jsonl import LogEncoder
@@ -132,16 +132,14 @@ def test_counts_are_stored_in_the_memory_that_they_need():
 def test_names_are_written_when_they_change_and_shared_when_loaded(tmp_path):
     few, many, again = (sample_of(normal_counts(size)) for size in (2, 3, 3))
     rows = [
-        {"step": 1, "sample": many},
-        {"step": 2, "reference": again},
-        {"step": 3, "sample": few},
+        Record(step=1, sample=many),
+        Record(step=2, reference=again),
+        Record(step=3, sample=few),
+        Record(step=4, loss_scale=2.0),
+        Record(step=5, sample=few),
+        Record(step=6, sample=many),
     ]
-    rows += [
-        {"step": 4, "loss_scale": 2.0},
-        {"step": 5, "sample": few},
-        {"step": 6, "sample": many},
-    ]
-    lines = [*map(LogEncoder().line, (HEADER, *rows))]
+    lines = [*map(LogEncoder().line, (Header(), *rows))]
     assert [("names" in line, "layer_2" in line) for line in lines[1:]] == [
         *[(True, True), (False, False), (True, False), (False, False), (False, False), (True, True)]
     ]

@@ -23,7 +23,7 @@ def defaults(**options):
 
 
 def errors_of(callbacks):
-    return [row["replay_error"] for row in callbacks[0].run.rows if "replay_error" in row]
+    return [row.replay_error for row in callbacks[0].run.rows if row.replay_error]
 
 
 class Neighbors(layers.Layer):

@@ -20,6 +20,7 @@ from rich.console import Console
 import kmp
 from kmp import plots, report
 from kmp.__main__ import main
+from kmp.records import Header, Record, Settings
 from kmp.records.compact_sample import compact
 from kmp.records.jsonl import to_line
 from kmp.records.log_schema import SCHEMA
@@ -94,7 +95,7 @@ COMPARED = make_replay(
     gradient_errors=[GradientError("a", 0.5, 0.5, 2.0, 0.1)],
 )
 REPLAY, COMPARISON = (
-    json.loads(to_line({"step": 22, "replay": replay}))["replay"] for replay in (FAILED, COMPARED)
+    json.loads(to_line(Record(step=22, replay=replay)))["replay"] for replay in (FAILED, COMPARED)
 )
 LOG = [
     {
@@ -305,7 +306,9 @@ def test_unchanged_log_loads_and_unknown_keys_are_ignored(tmp_path, without_figu
     file = tmp_path / "kmp.jsonl"
     file.write_text("".join(json.dumps(line) + "\n" for line in LOG))
     loaded = kmp.load_run(file)
-    assert [*map(set, loaded.rows)] == [{*line} - {"later_key"} for line in LOG[1:]]
+    assert [{*json.loads(to_line(row))} for row in loaded.rows] == [
+        {*line} - {"later_key"} for line in LOG[1:]
+    ]
     assert [sample.names for sample in (*loaded.samples, *loaded.references)] == [SAMPLE.names] * 4
     assert_refused_with_its_line_or_used(file, file.read_bytes(), draws=True)
     row = {"step": 1, "later": 2.5, "large": 10**400, "deep": [[{}]]}
@@ -317,8 +320,7 @@ def test_unchanged_log_loads_and_unknown_keys_are_ignored(tmp_path, without_figu
     }
     file.write_text(json.dumps(header) + "\n" + json.dumps(row) + "\n")
     run = kmp.load_run(tmp_path)
-    assert run.rows == [{"step": 1}]
-    assert run.header == {"schema": SCHEMA, "kind": "header", "settings": {"model": "m"}}
+    assert (run.rows, run.header) == ([Record(step=1)], Header(settings=Settings(model="m")))
 
 
 # On Python 3.14, msgspec reads all of the brackets.

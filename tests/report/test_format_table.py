@@ -3,7 +3,7 @@ import dataclasses
 import rich
 
 from kmp import report
-from kmp.records import Replay, Run
+from kmp.records import Header, Record, Replay, Run, Settings
 from kmp.records.replay import (
     Comparison,
     GradientError,
@@ -17,7 +17,8 @@ from kmp.report.run_summary import RunSummary
 from kmp.utils.float_formats import FLOAT32
 
 LAYERS = ("m/first", "m/last", "m")
-HEADER = {"settings": {"model": "m", "layers": {"m/first": "Dense", "m/last": "Dense"}}}
+LAYER_CLASSES = {"m/first": "Dense", "m/last": "Dense"}
+HEADER = Header(settings=Settings(model="m", layers=LAYER_CLASSES))
 
 
 def compared(error, of_gradients):
@@ -44,7 +45,7 @@ def replay(own, other, form="bfloat16", scales=(2.0**15, 1.0)):
 def run_of(**replays):
     """Returns a run with replays, by `step_1` and so on."""
     rows = [
-        {"step": int(name.removeprefix("step_")), "replay": each} for name, each in replays.items()
+        Record(step=int(name.removeprefix("step_")), replay=each) for name, each in replays.items()
     ]
     return Run(rows, HEADER)
 
@@ -129,7 +130,7 @@ def test_batches_before_a_repair_are_not_compared_if_there_are_later_ones():
         step_1=replay(overflow(value="nan"), compared(0.004, 0.01)),
         step_5=replay(compared(0.00001, 0.001), compared(0.004, 0.01)),
     )
-    run.rows.insert(1, {"step": 1, "fallback": ["m/last"]})
+    run.rows.insert(1, Record(step=1, fallback=["m/last"]))
     intro = both_formats(RunSummary("repaired", run)).intro
     assert intro.startswith("In the batch of step 5, replayed in both formats, ")
     assert "fails" not in intro
@@ -175,5 +176,5 @@ def test_page_and_terminal_have_the_table(without_figures, capsys):
     assert line in page
     rich.print(report.summary({"first": run}))
     assert line in " ".join(capsys.readouterr().out.split())
-    other = Run([{"step": 1}], HEADER)
+    other = Run([Record(step=1)], HEADER)
     assert "Both 16-bit formats" not in report.html({"first": other})

@@ -12,17 +12,19 @@ from types import SimpleNamespace
 import keras
 import matplotlib as mpl
 import matplotlib.pyplot as plt
+import msgspec
 import numpy as np
 import pytest
 import tensorflow as tf
 from conftest import compiled_model, file_size_limit, fit, make_replay, sample_from, without_replays
+from msgspec import UNSET
 from rich.console import Console
 
 import kmp
 from kmp import report
 from kmp.callbacks import Monitor
 from kmp.callbacks.report_writer import ReportWriter
-from kmp.records import BIN_COUNT, Run
+from kmp.records import BIN_COUNT, Header, Record, Run, Settings
 from kmp.records.exponent_histogram import ZERO_BIN
 from kmp.records.jsonl import to_line
 from kmp.records.replay import GradientError, LayerError
@@ -61,27 +63,20 @@ def sample(
 
 
 def record_of(taken):
-    return {"step": taken.step, "grad_zeros": 0.125, "grad_norm": 0.75, "sample": taken}
+    return Record(step=taken.step, grad_zeros=0.125, grad_norm=0.75, sample=taken)
 
 
 def header(**settings):
-    defaults = {
-        **{
-            "rule": "FixedScale",
-            "initial_scale": 16.0,
-            "model": "m",
-            "optimizer": "Adam",
-            "replicas": 1,
-        },
-        **{"compute_dtypes": ["float16", "float32"], "parameters": 12345},
-    }
-    versions = {
-        "schema": 1,
-        "kind": "header",
-        "started": "2026-11-01T10:00:00+00:00",
-        "keras": "3.15.1",
-    }
-    return versions | {"settings": defaults | settings}
+    defaults = Settings(
+        rule="FixedScale",
+        initial_scale=16.0,
+        model="m",
+        optimizer="Adam",
+        compute_dtypes=["float16", "float32"],
+        parameters=12345,
+    )
+    settings = msgspec.structs.replace(defaults, **settings)
+    return Header(started="2026-11-01T10:00:00+00:00", keras="3.15.1", settings=settings)
 
 
 def make_run(
@@ -98,21 +93,18 @@ def make_run(
     rows, scale = [], settings.get("initial_scale", 16.0)
     for step in range(10, steps + 1, 10):
         count = skipped * step // steps
-        counters = {
-            "overflow_count": count,
-            "overflow_rate": count / step,
-            "nonfinite_loss_count": 0,
-        }
-        counters |= {
-            "overflows_in_a_row": 0,
-            "overflows_by_variable": dict.fromkeys(names, count) if count else {},
-        }
-        counters |= {
-            "overflow_origins_by_variable": {names[-1]: count} if count else {},
-            "last_loss": 3 / step,
-        }
-        rows.append({"step": step, "loss_scale": scale, "clean_steps": step})
-        rows.append({"step": step, "overflow_origin": names[-1] if count else None} | counters)
+        counters = Record(
+            step=step,
+            overflow_count=count,
+            overflow_rate=count / step,
+            nonfinite_loss_count=0,
+            overflows_in_a_row=0,
+            overflows_by_variable=dict.fromkeys(names, count) if count else {},
+            overflow_origins_by_variable={names[-1]: count} if count else {},
+            overflow_origin=names[-1] if count else None,
+            last_loss=3 / step,
+        )
+        rows += [Record(step=step, loss_scale=scale, clean_steps=step), counters]
         if step % 50 == 0:
             rows.append(record_of(sample(step, names, shift, scale)))
     return Run(rows, header(**settings))
@@ -127,7 +119,7 @@ def make_compared_run(layers=("m/first", "m/last"), **arguments):
     ]
     values = {"output_error": 1.25, "layer_errors": errors, "gradient_errors": of_gradients}
     run = make_run(shift=20, layers=dict.fromkeys(layers, "LSTM"), **arguments)
-    run.append({"step": 300, "replay": make_replay(32, 16.0, 1.0, 1.0, True, True, **values)})
+    run.append(Record(step=300, replay=make_replay(32, 16.0, 1.0, 1.0, True, True, **values)))
     return run
 
 
@@ -206,7 +198,7 @@ def test_summary_matches_the_golden_file(name):
 
 def test_summary_shows_long_names_and_markup_literally():
     run = make_run(names=(LONG, "m/last/[blue]"), skipped=60)
-    run.rows[-2]["overflow_origin"] = LONG
+    run.rows[-2].overflow_origin = LONG
     text = printed({"[red]a-run-with-a-name-that-is-longer-than-one-line[/red]" * 2: run})
     assert max(map(len, text.splitlines())) <= 80
     assert LONG in re.sub(r"\s", "", text)
@@ -388,7 +380,7 @@ def with_metrics(run, **values):
         metrics = {name: value * (epoch + 1) for name, value in values.items()} | {
             "learning_rate": 0.1
         }
-        run.append({"step": 100 * (epoch + 1), "epoch": epoch, "metrics": metrics})
+        run.append(Record(step=100 * (epoch + 1), epoch=epoch, metrics=metrics))
     return run
 
 
@@ -429,7 +421,7 @@ def test_metrics_come_first_and_the_one_that_differs_is_marked(without_figures):
     [
         (make_run(), "error"),
         (make_run(shift=20), "no problem"),
-        (Run([{"step": 9}]), "unknown"),
+        (Run([Record(step=9)]), "unknown"),
         (
             with_metrics(make_run(shift=20, growth_interval=20, rule="DynamicScale", skipped=30)),
             "warning",
@@ -448,10 +440,10 @@ def test_layers_that_differ_are_listed_from_their_first_step():
     names = ("net/dense_7/kernel", "net/dense_8/kernel")
     second = make_run(names, layers={"net/dense_7": "Dense", "net/dense_8": "Dense"})
     for row in second.rows:
-        if "sample" in row and row["step"] >= 200:
-            counts = row["sample"].counts
+        if row.sample is not UNSET and row.step >= 200:
+            counts = row.sample.counts
             counts[1, ZERO_BIN] = 10**6
-            row["sample"] = replace(row["sample"], bin_counts=counts, bins=np.arange(BIN_COUNT))
+            row.sample = replace(row.sample, bin_counts=counts, bins=np.arange(BIN_COUNT))
     table = difference(RunSummary("a", first), RunSummary("b", second))
     assert table.columns == (
         "layer",
@@ -463,7 +455,7 @@ def test_layers_that_differ_are_listed_from_their_first_step():
     )
     assert [row[:2] for row in table.rows] == [("net/dense_1", "200")]
     alike = difference(
-        RunSummary("a", first), RunSummary("b", make_run(names, layers=second.settings["layers"]))
+        RunSummary("a", first), RunSummary("b", make_run(names, layers=second.settings.layers))
     )
     assert alike.note == "The gradients of a and b are alike in all sampled steps."
     assert difference(RunSummary("a", first), RunSummary("b", Run())).note.startswith(
@@ -500,7 +492,7 @@ def test_skipped_steps_and_origins_are_counted_since_training_began_also_after_a
     middle = len(run.rows) // 2
     run.rows.insert(
         middle,
-        {"step": run.rows[middle - 1]["step"], "fallback": ["m/first"], "fallback_reason": "why"},
+        Record(step=run.rows[middle - 1].step, fallback=["m/first"], fallback_reason="why"),
     )
     summary = RunSummary("first", run)
     assert summary.metrics.overflows < 60  # those since the fallback, of which the findings are
@@ -534,7 +526,7 @@ def test_no_scale_is_recommended_for_gradients_that_span_more_than_float16_and_i
     tiny = {"first": -80, "counts": [500], "amax": 2.0**-79}
     large = {"first": 0, "counts": [500], "amax": 2.0}
     taken = sample_from(10, 16.0, {"m/first/kernel": tiny, "m/last/kernel": large})
-    run = Run([{"step": 10, "loss_scale": 16.0}, record_of(taken)], header())
+    run = Run([Record(step=10, loss_scale=16.0), record_of(taken)], header())
     note = other_scales(RunSummary("first", run)).note
     assert note.startswith(
         "No constant scale is recommended: none has at most 0.1% underflow, one bit"
@@ -547,7 +539,7 @@ def test_variables_that_underflow_without_overflow_are_listed():
         ("m/first/bias", "0", "0", "6", "6"),
         ("m/first/kernel", "0", "0", "0", "6"),
     )
-    without_counts = overflow_and_underflow(RunSummary("x", Run([{"step": 5, "loss_scale": 8.0}])))
+    without_counts = overflow_and_underflow(RunSummary("x", Run([Record(step=5, loss_scale=8.0)])))
     assert without_counts.note.startswith("Overflows were not counted")
     none = overflow_and_underflow(RunSummary("x", UNUSUAL_RUNS["no gradients"]))
     assert none.note.startswith("No variable overflowed")
@@ -556,17 +548,17 @@ def test_variables_that_underflow_without_overflow_are_listed():
 def test_settings_match_the_header_of_the_log():
     rest = {
         "learning_rate": 0.0020000000949949026,
-        "is_on": True,
+        "in_fit": True,
         "layers": {"a": "Dense", "b": "X"},
-        "empty": [],
+        "promoted": [],
     }
     settings = dict(RunSummary("first", make_run(**rest)).settings)
     expected = {
-        **{"learning_rate": "0.002", "is_on": "True", "layers": "a: Dense, b: X", "empty": "none"},
+        **{"learning_rate": "0.002", "in_fit": "True", "layers": "a: Dense, b: X"},
         **{"started": "2026-11-01 10:00:00+00:00", "initial_scale": "2^4", "parameters": "12,345"},
     } | {"compute_dtypes": "float16, float32"}
     assert {key: settings[key] for key in expected} == expected
-    assert "schema" not in settings
+    assert not {"schema", "promoted", "hysteresis"} & settings.keys()
 
 
 def test_share_is_not_rounded_to_none_or_all():
@@ -574,18 +566,17 @@ def test_share_is_not_rounded_to_none_or_all():
     assert [*map(share, values)] == ["unknown", "unknown", "0%", "<0.1%", "12.5%", ">99.9%", "100%"]
 
 
-SCALE = {"step": 5, "loss_scale": 8.0}
-NO_LOSS = {"step": 5, "overflow_count": 5, "nonfinite_loss_count": 5, "last_loss": None}
-ZEROS = record_of(sample_from(5, 16.0, {"m/a/kernel": {"zero": 9, "amax": 0.0}})) | {
-    "grad_norm": None
-}
+SCALE = Record(step=5, loss_scale=8.0)
+NO_LOSS = Record(step=5, overflow_count=5, nonfinite_loss_count=5, last_loss=None)
+ALL_ZERO = sample_from(5, 16.0, {"m/a/kernel": {"zero": 9, "amax": 0.0}})
+ZEROS = Record(step=5, grad_zeros=0.125, grad_norm=None, sample=ALL_ZERO)
 UNUSUAL_RUNS = {
     "empty": Run(),
     "header alone": Run([], header()),
     "no header": Run([SCALE]),
-    "no gradients": Run([SCALE, {"step": 5, "overflow_count": 0, "overflow_rate": 0.0}], header()),
+    "no gradients": Run([SCALE, Record(step=5, overflow_count=0, overflow_rate=0.0)], header()),
     "loss never finite": Run([NO_LOSS], header()),
-    "sample of no variable": Run([{"step": 5, "sample": sample_from(5, 8.0, {})}], header()),
+    "sample of no variable": Run([Record(step=5, sample=sample_from(5, 8.0, {}))], header()),
     "sample of zeros": Run([ZEROS], header()),
     "every sample overflowed": Run([record_of(sample(5, inf=3))], header()),
     "scale not a power of two": Run([record_of(sample(5, loss_scale=1000.0))], header()),
@@ -688,12 +679,9 @@ def uses_of_names(variables):
     zero = {"zero": 9, "amax": 0.0, "norm": 1.0}
     entry = {"first": -30, "counts": [9] * 20, "amax": 2.0**-10, "norm": 1.0}
     entries = {name: zero if index < 0.9 * variables else entry for index, name in enumerate(names)}
-    rows = [{"step": step, "sample": sample_from(step, 16.0, entries)} for step in (1, 2, 3)]
+    rows = [Record(step=step, sample=sample_from(step, 16.0, entries)) for step in (1, 2, 3)]
     counts = dict.fromkeys(names, 1)
-    rows.append(
-        {"step": 3}
-        | dict.fromkeys(("overflows_by_variable", "overflow_origins_by_variable"), counts)
-    )
+    rows.append(Record(step=3, overflows_by_variable=counts, overflow_origins_by_variable=counts))
     Name.uses = 0
     report.html({"first": Run(rows, header(float32_variables=list(names[: variables // 3])))})
     return Name.uses
@@ -746,9 +734,7 @@ def test_callback_reports_the_completed_epochs_of_the_run_of_the_defaults(
             batches=5,
             epochs=2,
         )
-    assert (
-        len([row for row in recorders[0].run.rows if row["step"] == 5 and "loss_scale" in row]) == 1
-    )
+    assert len([row for row in recorders[0].run.rows if row.step == 5 and row.loss_scale]) == 1
     assert "steps 5" in text_of((tmp_path / "r.html").read_text(encoding="utf-8"))
 
 
@@ -769,7 +755,7 @@ def test_reports_take_at_most_five_percent_of_the_time(tmp_path, monkeypatch):
     assert written == [1010.0, 1052.0, 1094.0]
     writer.end()
     assert len(written) == 3  # no new record
-    run.append({"step": 301})
+    run.append(Record(step=301))
     writer.end()
     assert len(written) == 4
 
@@ -785,7 +771,7 @@ def test_report_that_cannot_be_written_warns_once_and_training_continues(tmp_pat
     )
     with pytest.warns(UserWarning, match=warning):
         writer.end_epoch()
-    run.append({"step": 301})
+    run.append(Record(step=301))
     writer.end()  # a second warning would be an error here
 
 

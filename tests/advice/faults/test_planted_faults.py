@@ -54,7 +54,7 @@ def test_fault_of_bfloat16_is_diagnosed_cured_and_repaired(name, tmp_path):
     assert_diagnosed_and_cured(outcome)
     if name in REPAIRED:
         run = kmp.load_run(tmp_path / "repaired" / "run")
-        (layers,) = [row["fallback"] for row in run.rows if "fallback" in row]
+        (layers,) = [row.fallback for row in run.rows if row.fallback]
         assert [path.rpartition("/")[2] for path in layers] == [BFLOAT16[name].place]
         assert is_sound(outcome.repaired_score, BFLOAT16[name].sound)
 
