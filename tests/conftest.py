@@ -38,6 +38,7 @@ from kmp.records import (
     flat_replays,
 )
 from kmp.records.exponent_histogram import FIRST_EXPONENT, INF_BIN, NAN_BIN, ZERO_BIN
+from kmp.records.gradient_sample import COLUMNS
 
 # MirroredStrategy needs two devices for two replicas. This must run before TensorFlow initializes
 # its devices.
@@ -297,15 +298,13 @@ def sample_from(step, loss_scale, variables):
     `first`), `amax` and the other columns of a sample.
     """
     counts = np.zeros((len(variables), BIN_COUNT), np.int64)
-    columns = {
-        key: [] for key in ("amax", "norm", "weight_norm", "update_norm", "updates", "lost_updates")
-    }
+    columns = {key: [] for key in COLUMNS}
     for row, values in zip(counts, variables.values(), strict=True):
         row[[ZERO_BIN, INF_BIN, NAN_BIN]] = [values.get(key, 0) for key in ("zero", "inf", "nan")]
         first = values.get("first", FIRST_EXPONENT) - FIRST_EXPONENT + 1
         row[first : first + len(values.get("counts", ()))] = values.get("counts", ())
         for key, column in columns.items():
-            column.append(values.get(key, 0 if "updates" in key else math.nan))
+            column.append(values.get(key, 0 if COLUMNS[key] == "count" else math.nan))
     arrays = {key: np.array(column) for key, column in columns.items()}
     return GradientSample(step, loss_scale, tuple(variables), counts, **arrays)
 

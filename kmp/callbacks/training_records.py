@@ -28,6 +28,7 @@ from kmp.gradients.gradient_sampler import paths_of
 from kmp.guarding.guarded_step import guarded_step_of, has_keras_step, is_built
 from kmp.guarding.model_optimizers import all_optimizers_of
 from kmp.optimizer import LossScaleOptimizer
+from kmp.optimizer.counters import COUNT_INDEX
 from kmp.records import Header, Record, Settings, Snapshot
 from kmp.records.compact_sample import compact
 from kmp.records.log_types import HIGHEST_NUMBER, MOST_METRICS
@@ -176,11 +177,9 @@ def record_of(snapshot: Snapshot, previous: Snapshot, recorded: Collection[str])
     if OVERFLOWS not in recorded:
         return record
     skipped = snapshot.overflow_count - previous.overflow_count
-    record.overflow_count = snapshot.overflow_count
+    for count in COUNT_INDEX.keys() & Record.__struct_fields__:
+        setattr(record, count, getattr(snapshot, count))
     record.overflow_rate = skipped / (snapshot.step - previous.step)
-    record.nonfinite_loss_count = snapshot.nonfinite_loss_count
-    record.overflows_in_a_row = snapshot.overflows_in_a_row
-    record.nonfinite_losses_in_a_row = snapshot.nonfinite_losses_in_a_row
     if snapshot.last_loss is not None:  # a file has `null` for NaN
         record.last_loss = snapshot.last_loss
         record.highest_loss = snapshot.highest_loss

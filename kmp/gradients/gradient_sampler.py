@@ -6,7 +6,6 @@ from dataclasses import replace
 from typing import Any
 from weakref import WeakKeyDictionary
 
-import numpy as np
 import tensorflow as tf
 from keras import ops
 
@@ -14,16 +13,21 @@ from kmp.backend import distribution
 from kmp.backend.xla import outlined
 from kmp.gradients.sampling_clock import NEVER, SamplingClock
 from kmp.gradients.tensor_groups import Gradients, Variables, values_of
-from kmp.gradients.tensor_statistics import gradient_statistics, update_statistics
+from kmp.gradients.tensor_statistics import (
+    GradientStatistics,
+    gradient_statistics,
+    merged_sample,
+    update_statistics,
+)
 from kmp.gradients.unscaling import is_overwritten, multiply_gradients
 from kmp.records import BIN_COUNT, GradientSample
 from kmp.utils.names import unique_names
 
-# What is stored of a sample: its step and loss scale, then for each variable the amax, the sum of
-# squares and the counts. All in one float64 variable, which has each number exactly: TensorFlow
-# visits each variable of a branch in every step, and each takes longer than the branch itself.
+# What is stored of a sample: its step and loss scale, then the statistics of each variable. All in
+# one float64 variable, which has each number exactly: TensorFlow visits each variable of a branch
+# in every step, and each takes longer than the branch itself.
 _ABOUT = 2
-_COLUMNS = 2 + BIN_COUNT
+_NUMBERS = BIN_COUNT + len(GradientStatistics._fields) - 1  # of a variable
 
 
 def paths_of(variables: Variables) -> list[str]:
@@ -121,10 +125,10 @@ class GradientSampler:
             sampled = [gradients[index] for index in self._indices]
             if unscaled:
                 sampled = multiply_gradients(sampled, loss_scale)
-            statistics = gradient_statistics(sampled)
+            counts, *columns = gradient_statistics(sampled)
             about = tf.stack([tf.cast(number, tf.float64), tf.cast(loss_scale, tf.float64)])
-            columns = statistics.amax[:, None], statistics.square_sum[:, None], statistics.counts
-            of_variables = tf.concat([tf.cast(each, tf.float64) for each in columns], axis=1)
+            parts = [counts, *(column[:, None] for column in columns)]
+            of_variables = tf.concat([tf.cast(part, tf.float64) for part in parts], axis=1)
             self._storage.assign(tf.concat([about, tf.reshape(of_variables, [-1])], axis=0))
 
         ops.cond(is_due, outlined(record), lambda: None)
@@ -147,19 +151,15 @@ class GradientSampler:
         row_of = {index: row for row, index in enumerate(self._indices)}
         sampled = [index for index in order if index in row_of]
         rows = [row_of[index] for index in sampled]
-        of_replicas = np.stack([each[_ABOUT:].reshape(-1, _COLUMNS) for each in values])[:, rows]
-        amax, square_sum, counts = np.split(of_replicas, [1, 2], axis=2)
-        return GradientSample(
-            int(step),
-            scale,
-            tuple(self._paths[index] for index in sampled),
-            counts.sum(axis=0).astype(np.int64),
-            amax=amax.max(axis=0)[:, 0],
-            norm=np.sqrt(square_sum.sum(axis=0))[:, 0] / scale,
-        )
+        replicas = []
+        for each in values:
+            numbers = each[_ABOUT:].reshape(-1, _NUMBERS)[rows]
+            replicas.append(GradientStatistics(numbers[:, :BIN_COUNT], *numbers[:, BIN_COUNT:].T))
+        names = tuple(self._paths[index] for index in sampled)
+        return merged_sample(int(step), scale, names, replicas)
 
     def _create_storage(self) -> None:
-        size = _ABOUT + len(self._indices) * _COLUMNS
+        size = _ABOUT + len(self._indices) * _NUMBERS
         self._storage = distribution.variable(
             "gradient_sample", "float64", (size,), aggregation="only_first_replica"
         )
@@ -194,11 +194,6 @@ def with_updates(
         return sample
     old = [before[name] for name in sample.names]
     new = [after[name] for name in sample.names]
-    statistics = update_statistics(old, new)
-    return replace(
-        sample,
-        weight_norm=statistics.weight_norm.numpy(),
-        update_norm=statistics.update_norm.numpy(),
-        updates=statistics.updates.numpy(),
-        lost_updates=statistics.lost_updates.numpy(),
-    )
+    statistics = update_statistics(old, new)._asdict()
+    columns: dict[str, Any] = {name: tensor.numpy() for name, tensor in statistics.items()}
+    return replace(sample, **columns)

@@ -5,8 +5,9 @@ They run eagerly, in `tf.function` and under XLA.
 
 import math
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import numpy as np
 import tensorflow as tf
 from keras import ops
 
@@ -20,7 +21,7 @@ from kmp.gradients.tensor_groups import (
     join,
     values_of,
 )
-from kmp.records import BIN_COUNT
+from kmp.records import BIN_COUNT, GradientSample
 from kmp.records.exponent_histogram import INF_BIN, NAN_BIN, ZERO_BIN
 from kmp.utils.float_formats import FLOAT16, FLOAT32
 
@@ -49,13 +50,13 @@ class GradientStatistics(NamedTuple):
             subnormals may count as 0.
     """
 
-    counts: tf.Tensor
-    amax: tf.Tensor
-    square_sum: tf.Tensor
+    counts: Any
+    amax: Any
+    square_sum: Any
 
 
 class UpdateStatistics(NamedTuple):
-    """How an optimizer step changed each variable, as in `kmp.records.GradientSample`.
+    """How an optimizer step changed each variable: columns of `kmp.records.GradientSample`.
 
     Args:
         weight_norm: float64 of shape `(variables,)`: the norm of the weights before the step.
@@ -84,6 +85,21 @@ def gradient_statistics(gradients: Gradients) -> GradientStatistics:
     """
     tensors = [tf.zeros([0]) if gradient is None else values_of(gradient) for gradient in gradients]
     return GradientStatistics(*_measure_in_groups(_measure_gradients, [tensors], _MAX_ELEMENTS))
+
+
+def merged_sample(
+    step: int, loss_scale: float, names: tuple[str, ...], replicas: Sequence[GradientStatistics]
+) -> GradientSample:
+    """Returns the sample of what each replica has measured."""
+    counts, amax, square_sum = map(np.stack, zip(*replicas, strict=True))
+    return GradientSample(
+        step,
+        loss_scale,
+        names,
+        counts.sum(axis=0, dtype=np.int64),
+        amax=amax.max(axis=0).astype(np.float64),
+        norm=np.sqrt(square_sum.sum(axis=0)) / loss_scale,
+    )
 
 
 def update_statistics(before: Variables, after: Variables) -> UpdateStatistics:
@@ -124,15 +140,12 @@ def _measure_in_groups(
         with tf.control_dependencies(previous):
             parts = [[tensors[index] for index in indices] for tensors in lists]
             if previous and xla.is_tracing():
-                parts[0][0] = _depending_on(previous[0], parts[0][0])
+                # XLA drops control dependencies, and cannot infer that this is always False.
+                is_negative = tf.reshape(previous[0], [-1])[0] < 0
+                first = parts[0][0]
+                parts[0][0] = tf.where(is_negative, tf.zeros_like(first), first)
             results.append(measure(*map(join, parts)))
     return [in_order(rows, groups) for rows in zip(*results, strict=True)]
-
-
-def _depending_on(result: tf.Tensor, tensor: tf.Tensor) -> tf.Tensor:
-    """Returns a tensor that XLA, which drops control dependencies, computes after a result."""
-    is_negative = tf.reshape(result, [-1])[0] < 0  # always False, but XLA cannot infer that
-    return tf.where(is_negative, tf.zeros_like(tensor), tensor)
 
 
 def _measure_updates(before: TensorGroup, after: TensorGroup) -> tuple[tf.Tensor, ...]:

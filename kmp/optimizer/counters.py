@@ -13,7 +13,9 @@ from kmp.optimizer.step_monitor import StepLosses
 
 
 class Counts(NamedTuple):
-    """The counts of `kmp.records.Snapshot`, each a scalar int64.
+    """The counts of steps, each a scalar int64.
+
+    `kmp.records.Snapshot` and `kmp.records.Record` have those that are a field there.
 
     Attributes:
         skipped_or_empty: Skipped steps, with those in which a replica's batch had no rows: a mean
@@ -38,18 +40,6 @@ class Counts(NamedTuple):
 
 COUNT_INDEX = {name: index for index, name in enumerate(Counts.__annotations__)}
 _IN_A_ROW = ("overflows_in_a_row", "nonfinite_losses_in_a_row")
-
-
-class CountsByVariable(NamedTuple):
-    """Counts of steps by the path of a variable, without zeros.
-
-    Attributes:
-        overflows: In how many steps the gradient was non-finite.
-        origins: In how many the overflow started there.
-    """
-
-    overflows: dict[str, int]
-    origins: dict[str, int]
 
 
 class NamedState(keras.Layer):
@@ -96,7 +86,7 @@ class Counters(NamedState):
     They are int64 because TensorFlow keeps int32 variables on the CPU.
 
     Attributes:
-        counts: int64 variable of shape `(9,)`, the fields of `Counts`: one variable is read and
+        counts: int64 variable with an element for each field of `Counts`: one variable is read and
             written by one operation, several by one each.
         loss_values: float32 variable of shape `(2,)`: the last loss, and the largest magnitude of a
             finite one.
@@ -186,12 +176,12 @@ class Counters(NamedState):
         step, scale = self.last_skipped.numpy().tolist()
         return int(step), scale
 
-    def read_by_variable(self, paths: Sequence[str]) -> CountsByVariable:
-        """Copies the counts by variable to the host, for variables with these paths."""
-        if self.by_variable is None:
-            return CountsByVariable({}, {})
-        overflows, origins = self.by_variable.numpy().tolist()
-        return CountsByVariable(_nonzero(paths, overflows), _nonzero(paths, origins))
+    def read_by_variable(self, paths: Sequence[str]) -> list[dict[str, int]]:
+        """Copies both rows of `by_variable` to the host, by path and without zeros."""
+        rows = [[], []] if self.by_variable is None else self.by_variable.numpy().tolist()
+        return [
+            {path: count for path, count in zip(paths, row, strict=False) if count} for row in rows
+        ]
 
     def _counter(self, name: str, shape: tuple[int, ...], dtype: str = "int64") -> keras.Variable:
         # The value is the same on all replicas.
@@ -263,10 +253,6 @@ def _is_origin(flags: tf.Tensor, order: Sequence[int]) -> tuple[tf.Tensor, tf.Te
     nearest = ops.max(flagged)
     is_nearest = ops.equal(flagged, nearest)
     return ops.cast(ops.logical_and(flagged > 0, is_nearest), "int64"), nearest
-
-
-def _nonzero(paths: Sequence[str], counts: Sequence[int]) -> dict[str, int]:
-    return {path: count for path, count in zip(paths, counts, strict=False) if count}
 
 
 def network_order(gradients: Gradients) -> list[int]:

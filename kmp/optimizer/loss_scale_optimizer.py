@@ -472,26 +472,22 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         """
         counts = self.counters.read_counts()
         paths = self.paths
-        by_variable = self.counters.read_by_variable(paths)
+        overflows, origins = self.counters.read_by_variable(paths)
         last_loss, highest_loss = self.counters.read_losses()
         has_loss = self.step_monitor.loss_dtype is not None and counts.step > 0
         # Numbers start with 1; 0 is no variable.
         number = counts.origin_number
         origin = paths[number - 1] if 0 < number <= len(paths) else None
+        known = Snapshot.__annotations__
         return Snapshot(
-            step=counts.step,
+            **{name: count for name, count in counts._asdict().items() if name in known},
             loss_scale=float(self._bounded_scale()),
             clean_steps=int(self.step_counter.numpy()),
-            overflow_count=counts.overflow_count,
-            overflows_in_a_row=counts.overflows_in_a_row,
-            nonfinite_loss_count=counts.nonfinite_loss_count,
-            nonfinite_losses_in_a_row=counts.nonfinite_losses_in_a_row,
-            overflows_at_min_scale=counts.overflows_at_min_scale,
             overflow_origin=origin,
             last_loss=last_loss if has_loss else None,
             highest_loss=highest_loss if has_loss else None,
-            overflows_by_variable=by_variable.overflows,
-            overflow_origins_by_variable=by_variable.origins,
+            overflows_by_variable=overflows,
+            overflow_origins_by_variable=origins,
             loss_dtype=self.step_monitor.loss_dtype,
             sample=self.sampler.read(self._order, counts.step),
         )

@@ -11,11 +11,10 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 
-from kmp.records.gradient_sample import NORMS, UPDATE_COUNTS, GradientSample
+from kmp.records.gradient_sample import COLUMNS, GradientSample, Kind
 from kmp.records.log_types import HIGHEST_NUMBER, MOST_ELEMENTS
 
-_MAGNITUDES = ("amax", *NORMS)
-_SIGNIFICANT_BITS = 8  # of each of these
+_SIGNIFICANT_BITS = 8  # of magnitudes and norms
 
 # Kept with a sample, so that it is encoded once.
 _encodings: WeakKeyDictionary[GradientSample, dict[str, Any]] = WeakKeyDictionary()
@@ -34,28 +33,22 @@ def compact(sample: GradientSample) -> dict[str, Any]:
 def _encoded(sample: GradientSample) -> dict[str, Any]:
     data: dict[str, Any] = {"loss_scale": sample.loss_scale, "bins": sample.bins.tolist()}
     data["counts"] = _packed(sample.bin_counts.T, "<i8")
-    for key in _MAGNITUDES:
-        values = _rounded(getattr(sample, key))
-        if key != "amax":
-            values = np.where(np.isfinite(values), values, np.nan)
+    for key, kind in COLUMNS.items():
+        values = getattr(sample, key)
+        if kind == "count":
+            if values.any():
+                data[key] = _packed(values, "<i8")
+            continue
+        # Rounded down, so that each number stays in its power of two.
+        significands, exponents = np.frexp(values)
+        kept = np.trunc(np.ldexp(significands, _SIGNIFICANT_BITS))
+        values = np.ldexp(kept, exponents - _SIGNIFICANT_BITS)
+        if kind == "norm":
+            values[np.isinf(values)] = math.nan
         if not np.isnan(values).all():
             data[key] = _packed(values, "<f8")
-    for key in UPDATE_COUNTS:
-        counts = getattr(sample, key)
-        if counts.any():
-            data[key] = _packed(counts, "<i8")
     data["names"] = sample.names
     return data
-
-
-def _rounded(magnitudes: np.ndarray) -> np.ndarray:
-    """Returns magnitudes with few significant bits.
-
-    Rounded down, so that each stays in its power of two.
-    """
-    significands, exponents = np.frexp(magnitudes)
-    kept = np.trunc(np.ldexp(significands, _SIGNIFICANT_BITS))
-    return np.ldexp(kept, exponents - _SIGNIFICANT_BITS)
 
 
 def expanded(step: int, data: dict[str, Any]) -> GradientSample:
@@ -69,13 +62,10 @@ def expanded(step: int, data: dict[str, Any]) -> GradientSample:
     """
     names = tuple(data["names"])
     size = len(names)
-    numbers = {key: _numbers(data, key, size) for key in _MAGNITUDES}
-    updates = {key: _counts(data, key, size) for key in UPDATE_COUNTS}
+    columns = {key: _column(data, key, kind, size) for key, kind in COLUMNS.items()}
     bins, data["bins"] = _bins(tuple(data["bins"]))
     counts = _integers(data, "counts", size * len(bins)).reshape(len(bins), size).T
-    sample = GradientSample(
-        step, data["loss_scale"], names, counts, **numbers, **updates, bins=bins
-    )
+    sample = GradientSample(step, data["loss_scale"], names, counts, **columns, bins=bins)
     _encodings[sample] = data
     return sample
 
@@ -100,23 +90,21 @@ def _constant(value: float, size: int) -> np.ndarray:
     return np.broadcast_to(value, size)
 
 
-def _numbers(data: Mapping[str, Any], key: str, size: int) -> np.ndarray:
+def _column(data: Mapping[str, Any], key: str, kind: Kind, size: int) -> np.ndarray:
     if key not in data:
-        return _constant(math.nan, size)
+        return _constant(0 if kind == "count" else math.nan, size)
+    if kind == "count":
+        return _integers(data, key, size)
     values = _unpacked(data, key, "<f8", size)
     is_accepted = (values >= 0) & (values <= HIGHEST_NUMBER)
     if is_accepted.all():
         return values
     is_accepted |= np.isnan(values)
-    if key == "amax":
+    if kind == "magnitude":
         is_accepted |= np.isposinf(values)
     if not is_accepted.all():
         raise ValueError(f"`{key}` must hold NaN, or numbers between 0 and {HIGHEST_NUMBER}")
     return values
-
-
-def _counts(data: Mapping[str, Any], key: str, size: int) -> np.ndarray:
-    return _integers(data, key, size) if key in data else _constant(0, size)
 
 
 def _integers(data: Mapping[str, Any], key: str, size: int) -> np.ndarray:

@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from typing import Annotated, Any, Literal, get_origin, get_type_hints
 
 import numpy as np
 
@@ -12,9 +12,12 @@ from kmp.records.exponent_histogram import BIN_COUNT, INF_BIN, ZERO_BIN, Exponen
 from kmp.utils import validation
 from kmp.utils.names import listed, matching_indices
 
-NORMS = ("norm", "weight_norm", "update_norm")
-UPDATE_COUNTS = ("updates", "lost_updates")
-_COLUMNS = ("amax", *NORMS, *UPDATE_COUNTS)  # with one number per variable
+# The columns of a sample have one number per variable. How those of a layer are merged, and how a
+# log has them, follows from the kind.
+Kind = Literal["magnitude", "norm", "count"]
+Magnitudes = Annotated[np.ndarray, "magnitude"]  # float64, the largest; only these may be Inf
+Norms = Annotated[np.ndarray, "norm"]  # float64, the L2 norm
+Counts = Annotated[np.ndarray, "count"]  # int64, a number of elements
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,12 +69,12 @@ class GradientSample:
     loss_scale: float
     names: tuple[str, ...]
     bin_counts: np.ndarray
-    amax: np.ndarray
-    norm: np.ndarray
-    weight_norm: np.ndarray = field(default_factory=lambda: np.array(math.nan))
-    update_norm: np.ndarray = field(default_factory=lambda: np.array(math.nan))
-    updates: np.ndarray = field(default_factory=lambda: np.array(0))
-    lost_updates: np.ndarray = field(default_factory=lambda: np.array(0))
+    amax: Magnitudes
+    norm: Norms
+    weight_norm: Norms = field(default_factory=lambda: np.array(math.nan))
+    update_norm: Norms = field(default_factory=lambda: np.array(math.nan))
+    updates: Counts = field(default_factory=lambda: np.array(0))
+    lost_updates: Counts = field(default_factory=lambda: np.array(0))
     bins: np.ndarray = field(default_factory=lambda: np.arange(BIN_COUNT))
 
     def __post_init__(self) -> None:
@@ -82,7 +85,7 @@ class GradientSample:
         smallest_dtype = np.min_scalar_type(counts.max(initial=0))
         object.__setattr__(self, "bin_counts", counts.astype(smallest_dtype))
         shape = (len(self.names),)
-        for key in _COLUMNS:
+        for key in COLUMNS:
             value = getattr(self, key)
             if np.shape(value) != shape:
                 object.__setattr__(self, key, np.broadcast_to(value, shape))
@@ -212,22 +215,29 @@ class GradientSample:
         starts = np.flatnonzero(np.diff(layers[order], prepend=-1))
 
         def merge(key: str) -> np.ndarray:
-            values = getattr(self, key)[order]
-            if key == "amax":
+            values, kind = getattr(self, key)[order], COLUMNS.get(key, "count")
+            if kind == "magnitude":
                 return np.maximum.reduceat(values, starts)
-            if key in NORMS:
+            if kind == "norm":
                 return np.sqrt(np.add.reduceat(values**2, starts))
             return np.add.reduceat(values, starts, dtype=np.int64)
 
-        columns: dict[str, Any] = {key: merge(key) for key in ("bin_counts", *_COLUMNS)}
+        columns: dict[str, Any] = {key: merge(key) for key in ("bin_counts", *COLUMNS)}
         return replace(self, names=tuple(numbers), **columns)
 
     def _at(self, indices: Sequence[int]) -> "GradientSample":
         rows = np.array(indices, np.int64)
         columns: dict[str, Any] = {
-            key: getattr(self, key)[rows] for key in ("bin_counts", *_COLUMNS)
+            key: getattr(self, key)[rows] for key in ("bin_counts", *COLUMNS)
         }
         return replace(self, names=tuple(self.names[index] for index in indices), **columns)
+
+
+COLUMNS: dict[str, Kind] = {
+    name: hint.__metadata__[0]
+    for name, hint in get_type_hints(GradientSample, include_extras=True).items()
+    if get_origin(hint) is Annotated
+}
 
 
 def layer_of(name: str) -> str:

@@ -1,7 +1,8 @@
 """The schema of a log: each key with its type, its range and its meaning.
 
-This is the only place where they stand: `python docs/generate_schema.py` writes the lists in
-docs/api/records.md.
+This is the only place where they stand, but for the columns of `GradientSample` and for what a
+record has of a `Snapshot`, which stand beside these. `python docs/generate_schema.py` writes the
+lists in docs/api/records.md.
 """
 
 import textwrap
@@ -11,11 +12,10 @@ from typing import Annotated, Any, Literal, NotRequired, TypedDict
 
 from msgspec import UNSET, Meta, Struct, UnsetType, field
 
-from kmp.records.gradient_sample import GradientSample
+from kmp.records.gradient_sample import COLUMNS, GradientSample
 from kmp.records.log_types import (
     Bins,
     Count,
-    CountByVariable,
     Factor,
     Fraction,
     LossScale,
@@ -30,6 +30,7 @@ from kmp.records.log_types import (
     Texts,
 )
 from kmp.records.replay import Replay
+from kmp.records.snapshot import SnapshotRecord
 from kmp.records.step_facts import StepFacts
 
 SCHEMA = 1
@@ -41,41 +42,40 @@ def _is(meaning: str) -> Meta:
     return Meta(description=meaning)
 
 
-class Sample(TypedDict):
-    """The gradient statistics of one step.
-
-    `kmp.records.compact_sample` checks what the texts contain.
-    """
-
-    loss_scale: Annotated[LossScale, _is("the scale of that step")]
-    bins: Annotated[
-        Bins,
-        _is("the bins of `ExponentHistogram` that have an element, in ascending order"),
-    ]
-    counts: Annotated[
-        str,
-        _is(
-            "int64, the number of elements of the loss-scaled gradients in each of `bins`, one row"
-            " per bin and one column per variable; exact"
-        ),
-    ]
-    amax: NotRequired[
-        Annotated[str, _is("float64, one number per variable: `GradientSample.amax`")]
-    ]
-    norm: NotRequired[Annotated[str, _is("float64, `GradientSample.norm`")]]
-    weight_norm: NotRequired[Annotated[str, _is("float64, `GradientSample.weight_norm`")]]
-    update_norm: NotRequired[Annotated[str, _is("float64, `GradientSample.update_norm`")]]
-    updates: NotRequired[Annotated[str, _is("int64, `GradientSample.updates`")]]
-    lost_updates: NotRequired[Annotated[str, _is("int64, `GradientSample.lost_updates`")]]
-    names: NotRequired[
-        Annotated[
-            Names,
+_DTYPES = {"magnitude": "float64", "norm": "float64", "count": "int64"}
+_COLUMNS: dict[str, Any] = {
+    name: NotRequired[Annotated[str, _is(f"{_DTYPES[kind]}, `GradientSample.{name}`")]]
+    for name, kind in COLUMNS.items()
+}
+# `kmp.records.compact_sample` checks what the texts contain.
+Sample = TypedDict(
+    "Sample",
+    {
+        "loss_scale": Annotated[LossScale, _is("the scale of that step")],
+        "bins": Annotated[
+            Bins,
+            _is("the bins of `ExponentHistogram` that have an element, in ascending order"),
+        ],
+        "counts": Annotated[
+            str,
             _is(
-                "the variables' paths, from the input to the loss; omitted if they equal those of"
-                " the `sample` or `reference` before"
+                "int64, the number of elements of the loss-scaled gradients in each of `bins`, one"
+                " row per bin and one column per variable; exact"
             ),
-        ]
-    ]
+        ],
+        **_COLUMNS,  # type: ignore[misc]  # mypy knows no keys that are not written out
+        "names": NotRequired[
+            Annotated[
+                Names,
+                _is(
+                    "the variables' paths, from the input to the loss; omitted if they equal those"
+                    " of the `sample` or `reference` before"
+                ),
+            ]
+        ],
+    },
+)
+Sample.__doc__ = "The gradient statistics of one step, most with one number per variable."
 
 
 class Settings(Struct, kw_only=True, omit_defaults=True, frozen=True):
@@ -168,7 +168,7 @@ class Header(Struct, kw_only=True, omit_defaults=True, frozen=True):
     settings: Annotated[Settings, _is("see below")] = Settings()
 
 
-class Record(Struct, kw_only=True, omit_defaults=True, repr_omit_defaults=True):
+class Record(SnapshotRecord, kw_only=True):
     """A line of a log after the header.
 
     A key that a record does not have is `msgspec.UNSET`, which is false; `None` stands for NaN, or
@@ -180,69 +180,6 @@ class Record(Struct, kw_only=True, omit_defaults=True, repr_omit_defaults=True):
     (8.0, False)
     """
 
-    step: Annotated[Count, _is("training steps done, including skipped ones")]
-    loss_scale: Annotated[LossScale | UnsetType | None, _is("the scale of the next step")] = UNSET
-    clean_steps: Annotated[
-        Count | UnsetType,
-        _is(
-            "steps without an overflow since the scale last grew (or would have grown, if it is at"
-            " its maximum) or the gradients of a finite loss last overflowed"
-        ),
-    ] = UNSET
-    overflow_count: Annotated[
-        Count | UnsetType,
-        _is("steps skipped since training began because the loss or a gradient was non-finite"),
-    ] = UNSET
-    overflow_rate: Annotated[
-        Number | UnsetType | None, _is("the fraction of steps skipped since the previous record")
-    ] = UNSET
-    overflows_in_a_row: Annotated[
-        Count | UnsetType, _is("steps skipped since the last applied step")
-    ] = UNSET
-    nonfinite_loss_count: Annotated[
-        Count | UnsetType,
-        _is("the steps in `overflow_count` whose loss was non-finite before scaling"),
-    ] = UNSET
-    nonfinite_losses_in_a_row: Annotated[
-        Count | UnsetType,
-        _is("the steps in `overflows_in_a_row` whose loss was non-finite before scaling"),
-    ] = UNSET
-    overflows_by_variable: Annotated[
-        CountByVariable | UnsetType,
-        _is(
-            "the number of steps in which the gradient of a variable was non-finite, by path; zeros"
-            " are omitted. In records in which this or the next key has changed, in a long run in"
-            " some of them"
-        ),
-    ] = UNSET
-    overflow_origins_by_variable: Annotated[
-        CountByVariable | UnsetType,
-        _is(
-            "the number of skipped steps with a finite loss in which a variable was the overflow"
-            " origin, by path; zeros are omitted"
-        ),
-    ] = UNSET
-    overflow_origin: Annotated[
-        Text | UnsetType | None,
-        _is(
-            "in records after new such steps: the path of the last step's overflow origin, see"
-            " `Snapshot`"
-        ),
-    ] = UNSET
-    last_loss: Annotated[
-        Number | UnsetType | None,
-        _is("the loss of the last step before scaling, summed over replicas"),
-    ] = UNSET
-    highest_loss: Annotated[
-        Number | UnsetType | None,
-        _is("the largest magnitude of a finite loss so far, before scaling, summed over replicas"),
-    ] = UNSET
-    loss_dtype: Annotated[
-        Text | UnsetType | None,
-        _is(
-            "the dtype of the loss that `scale_loss` got, in the first record and where it changed"
-        ),
-    ] = UNSET
     epoch: Annotated[
         Count | UnsetType, _is("at the end of an epoch: its number from 0, as in Keras")
     ] = UNSET

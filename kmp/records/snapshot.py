@@ -1,8 +1,12 @@
-"""A snapshot of a `LossScaleOptimizer`. Needs no Keras."""
+"""A snapshot of a `LossScaleOptimizer`, and what a log has of it. Needs no Keras."""
 
 from dataclasses import dataclass, field
+from typing import Annotated
+
+from msgspec import UNSET, Meta, Struct, UnsetType
 
 from kmp.records.gradient_sample import GradientSample
+from kmp.records.log_types import Count, CountByVariable, LossScale, Number, Text
 
 
 @dataclass(frozen=True)
@@ -59,3 +63,42 @@ class Snapshot:
     overflow_origins_by_variable: dict[str, int] = field(default_factory=dict)
     loss_dtype: str | None = None
     sample: GradientSample | None = None
+
+
+_SAME = Meta(description="as in `Snapshot`")
+_Count = Annotated[Count | UnsetType, _SAME]
+_Number = Annotated[Number | UnsetType | None, _SAME]
+
+
+class SnapshotRecord(Struct, kw_only=True, omit_defaults=True, repr_omit_defaults=True):
+    """The part of a `kmp.records.Record` that comes from snapshots."""
+
+    step: Annotated[Count, _SAME]
+    loss_scale: Annotated[LossScale | UnsetType | None, _SAME] = UNSET
+    clean_steps: _Count = UNSET
+    overflow_count: _Count = UNSET
+    overflow_rate: Annotated[
+        Number | UnsetType | None,
+        Meta(description="the fraction of steps skipped since the previous record"),
+    ] = UNSET
+    overflows_in_a_row: _Count = UNSET
+    nonfinite_loss_count: _Count = UNSET
+    nonfinite_losses_in_a_row: _Count = UNSET
+    overflows_by_variable: Annotated[
+        CountByVariable | UnsetType,
+        Meta(
+            description="as in `Snapshot`, in records in which this or the next key has changed;"
+            " in a long run in some of them"
+        ),
+    ] = UNSET
+    overflow_origins_by_variable: Annotated[CountByVariable | UnsetType, _SAME] = UNSET
+    overflow_origin: Annotated[
+        Text | UnsetType | None,
+        Meta(description="as in `Snapshot`, in records after new such steps"),
+    ] = UNSET
+    last_loss: _Number = UNSET
+    highest_loss: _Number = UNSET
+    loss_dtype: Annotated[
+        Text | UnsetType | None,
+        Meta(description="as in `Snapshot`, in the first record and where it changed"),
+    ] = UNSET

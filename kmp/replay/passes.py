@@ -15,7 +15,7 @@ from kmp.backend.step_graph import StepGraph
 from kmp.backend.step_places import LayerCall
 from kmp.backend.tensorflow_internals import without_tensor_float_32
 from kmp.gradients.gradient_sampler import paths_of
-from kmp.gradients.tensor_statistics import gradient_statistics
+from kmp.gradients.tensor_statistics import gradient_statistics, merged_sample
 from kmp.gradients.unscaling import multiply_gradients
 from kmp.optimizer import LossScaleOptimizer
 from kmp.records import GradientSample
@@ -64,14 +64,7 @@ class PassResult(NamedTuple):
     def sample(self, step: int) -> GradientSample:
         """Returns the statistics of gradients, without a loss scale and updates."""
         statistics = gradient_statistics(list(self.gradients.values()))
-        return GradientSample(
-            step,
-            1.0,
-            tuple(self.gradients),
-            statistics.counts.numpy(),
-            amax=statistics.amax.numpy().astype(np.float64),
-            norm=np.sqrt(statistics.square_sum.numpy()),
-        )
+        return merged_sample(step, 1.0, tuple(self.gradients), [statistics])
 
 
 @dataclass(frozen=True)
