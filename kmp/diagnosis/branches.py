@@ -25,7 +25,7 @@ def flushed_layers(shares: Shares, layer_of: LayerOf) -> list[str]:
     is_flushed: dict[str, bool] = {}
     for name, share in shares.items():
         layer = layer_of(name)
-        is_flushed[layer] = share > thresholds.MOSTLY_FLUSHED and is_flushed.get(layer, True)
+        is_flushed[layer] = share > thresholds.MOST and is_flushed.get(layer, True)
     return [layer for layer, flushed in is_flushed.items() if flushed]
 
 

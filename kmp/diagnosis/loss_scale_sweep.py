@@ -274,7 +274,7 @@ def _recommended(counts: np.ndarray, largest: float, highest: float) -> tuple[in
     high = math.floor(math.log2(min(fitting, highest)))
     candidates = np.arange(-FLOAT32.max_exponent, FLOAT32.max_exponent + 1)
     flushed = counts_below(counts, FLOAT16.flush_exponent - candidates)
-    sufficient = candidates[flushed <= thresholds.TOLERATED_UNDERFLOW * counts.sum()]
+    sufficient = candidates[flushed <= thresholds.NEGLIGIBLE * counts.sum()]
     low = int(sufficient[0]) if sufficient.size else high + 1
     high = min(high, FLOAT32.max_exponent)
     return (low, high) if low <= high else None

@@ -68,7 +68,7 @@ class SampleStatistics:
         More than 5 % of their nonzero elements are below float16's normal range. A variable whose
         elements are all zero underflowed too if one nearer the loss did.
         """
-        has_small = self.small_shares > thresholds.UNDERFLOWED
+        has_small = self.small_shares > thresholds.MANY_FLUSHED
         is_behind_small = np.logical_or.accumulate(has_small[::-1])[::-1]
         return self.named(has_small | (self.is_all_zero & is_behind_small))
 

@@ -73,7 +73,7 @@ def is_harmful_state(error: StateError) -> bool:
     """
     if error.noise >= thresholds.HARMFUL_GRADIENT_ERROR:
         return False
-    limit = thresholds.SLOW_UPDATE if error.noise else thresholds.STEADY_UPDATE
+    limit = thresholds.MOST if error.noise else thresholds.STEADY_UPDATE
     return error.next_update > limit and error.error > thresholds.HARMFUL_GRADIENT_ERROR
 
 
@@ -95,7 +95,7 @@ def are_harmful(
     if any(map(is_harmful_gradient, unconverged(gradient_errors))):
         return True
     largest = max(error.error for error in gradient_errors)
-    is_noticed = largest > thresholds.NOTICED_GRADIENT_ERROR
+    is_noticed = largest > thresholds.SMALL_GRADIENT_ERROR
     return is_noticed and output_error > output_limit(number_format)
 
 

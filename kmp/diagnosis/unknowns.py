@@ -142,7 +142,7 @@ def _zeros(run: Observations) -> Iterator[str]:
     variables, share = gradients.unexplained_zero_variables, gradients.unexplained_zero_share
     are_doubtful = share > thresholds.MANY_ZEROS or bool(variables)
     if gradients.curve is not None and gradients.curve.is_measured:
-        are_doubtful = gradients.lost_norm > thresholds.MUCH_LOST
+        are_doubtful = gradients.lost_norm > thresholds.NEGLIGIBLE
     if are_doubtful:
         including = ""
         if variables:

@@ -42,7 +42,7 @@ def verdict(run: Observations, causes: Sequence[Cause]) -> str:
     # How much the elements are that are too small, if they are many.
     gradients, norm = run.gradients, ""
     is_measured = gradients.curve is not None and gradients.curve.is_measured
-    if is_measured and gradients.underflow_share > thresholds.FEW_TOO_SMALL:
+    if is_measured and gradients.underflow_share > thresholds.NEGLIGIBLE:
         norm = f" (at most {gradients.lost_norm:.1g} of the norm)"
     return f"{harmless}: {_measured(run, norm)}{_promoted(run)}"
 

@@ -5,7 +5,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from kmp.advice import WhatIf
 from kmp.diagnosis.soundness import error_origin, output_limit
-from kmp.diagnosis.thresholds import TOLERATED_UNDERFLOW
+from kmp.diagnosis.thresholds import NEGLIGIBLE
 from kmp.diagnosis.wording import skipped
 from kmp.records import ExponentHistogram, GradientSample
 from kmp.records.gradient_sample import layer_of
@@ -244,7 +244,7 @@ def _recommendation(curve: WhatIf) -> str:
     if not curve.recommended:
         return (
             "No constant scale is recommended: none has at most"
-            f" {TOLERATED_UNDERFLOW:.1%} underflow, one bit of headroom above the largest"
+            f" {NEGLIGIBLE:.1%} underflow, one bit of headroom above the largest"
             " gradient, and no overflow in a replay."
         )
     low, high = curve.recommended

@@ -205,15 +205,12 @@ def _overflows_at_every_scale(run: Observations) -> bool:
     if skipped.is_stuck:
         return True
     # Overflows may have driven the scale below the one that a branch of the model needs, or so low
-    # that other gradients are lost.
+    # that other gradients are zero.
     search = replay.search if replay else None
     if search is not None and scale < (search.loss_scale or 0.0):
         return True
-    if scale < 1.0:
-        is_subnormal = run.gradients.subnormal_share > thresholds.SUBNORMAL_AT_LOW_SCALE
-        has_fallen = skipped.start.overflows > 0
-        if run.gradients.unexplained_zero_variables or (is_subnormal and has_fallen):
-            return True
+    if scale < 1.0 and run.gradients.unexplained_zero_variables:
+        return True
     return are_many and scale <= run.min_scale * 2.0**thresholds.SPARE_BITS
 
 

@@ -50,7 +50,7 @@ class GrowingActivations(Cause):
                 factors.append(magnitude / reached)
                 reached = magnitude
         growth = math.log(reached / largest_input)
-        if math.log(max(factors)) > thresholds.GROWN_IN_ONE_LAYER * growth:
+        if math.log(max(factors)) > thresholds.MOST * growth:
             return None
         return cls(
             run=run,

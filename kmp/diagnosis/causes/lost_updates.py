@@ -58,7 +58,7 @@ class LostUpdates(Cause):
             return None
         shares = {name: unchanged[name] / count for name, count in nonzero.items() if count}
         variables = sorted(shares, key=shares.__getitem__, reverse=True)
-        variables = [name for name in variables if shares[name] > thresholds.MOSTLY_LOST]
+        variables = [name for name in variables if shares[name] > thresholds.MOST]
         layers = []
         if (settings.policy or number_format.name) != number_format.name:
             layers = list(dict.fromkeys(map(run.model.layer_of, variables)))

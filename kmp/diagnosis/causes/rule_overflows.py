@@ -66,17 +66,17 @@ class RuleOverflows(Cause):
             return None
         growth, backoff = settings.growth_factor, settings.backoff_factor
         to_undo = -math.log2(growth) / math.log2(backoff) * hysteresis
-        if to_undo < interval / thresholds.SMALL_GROWTH_INTERVAL:
+        if to_undo < thresholds.FEW_SKIPPED * interval:
             return None
         # Not even one step was applied, or a longer streak than these settings cause.
         longest = max(thresholds.STUCK_AFTER, 2 * to_undo)
         if skipped.in_a_row >= min(skipped.steps, longest):
             return None
         after_start = skipped.gradient_overflows - skipped.start.overflows
-        if after_start <= max(1, thresholds.SKIPPED_BY_GROWTH * skipped.steps):
+        if after_start <= max(1, thresholds.FEW_SKIPPED * skipped.steps):
             return None
         arguments = {}
-        if interval <= thresholds.SMALL_GROWTH_INTERVAL:
+        if interval <= 1 / thresholds.FEW_SKIPPED:
             arguments["growth_interval"] = "2000"
         if growth > 2.0:
             arguments["growth_factor"] = "2.0"

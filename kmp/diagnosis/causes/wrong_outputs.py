@@ -109,7 +109,7 @@ def _reasons(replay: Replay, origin: LayerError, name: str) -> Iterator[tuple[st
     worst = max(weights, key=lambda each: max(each.zero, each.infinite), default=None)
     if worst:
         share, value = max((worst.zero, "0"), (worst.infinite, "infinite"))
-        if share > thresholds.MANY_LOST_VALUES:
+        if share > thresholds.MANY_FLUSHED:
             reason = f"its weight {name_of(worst.path)!r} is {value} in {name}"
             yield reason, f"; that is {share:.0%} of {worst.path}"
 
@@ -122,7 +122,7 @@ def _reasons(replay: Replay, origin: LayerError, name: str) -> Iterator[tuple[st
 
     # Inputs that are rounded.
     of_inputs = origin.input_error or 0.0
-    if of_inputs > thresholds.MAIN_PART * (origin.new_error or 0.0):
+    if of_inputs > thresholds.MOST * (origin.new_error or 0.0):
         shown = f"; in float32 on rounded inputs by {percent(of_inputs)}"
         yield f"{name} rounds its inputs too much", shown
 
@@ -134,6 +134,6 @@ def _reasons(replay: Replay, origin: LayerError, name: str) -> Iterator[tuple[st
     # Results that are rounded to 0.
     underflows = replay.overflow.underflows if replay.overflow else {}
     underflow = max((share for layer, share in underflows.items() if is_inside(layer)), default=0.0)
-    if underflow > thresholds.MAIN_PART:
+    if underflow > thresholds.MOST:
         results = "what an operation in it, or a cast, returns"
         yield "it underflows", f"; {name} rounds {underflow:.0%} of {results} to 0"
