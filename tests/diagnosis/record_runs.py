@@ -1,7 +1,8 @@
-"""Records the runs in `recorded` again, from programs in `benchmarks/float16_faults`.
+"""Records the runs in `recorded` again, from the programs in `benchmarks/float16_faults`.
 
 Run with `PYTHONPATH=benchmarks python tests/diagnosis/record_runs.py`, from the root, and with the
-names of the programs if not all are wanted.
+names of the programs if not all are wanted. All take half an hour, or hours on a CPU that is slow
+in float16.
 """
 
 import contextlib
@@ -12,8 +13,9 @@ import warnings
 from pathlib import Path
 
 from float16_faults.running import source_of, train
-from float16_faults.truth import FLOAT16
-from recorded_runs import FOLDER, HEALTHY, NO_REPAIR, REPAIR, SUFFIX, recorded_healthy
+from float16_faults.truth import FAULTS
+from float16_faults.truth import HEALTHY as HEALTHY_PROGRAMS
+from recorded_runs import FOLDER, HEALTHY, NO_REPAIR, REPAIR, SUFFIX
 
 import kmp
 from kmp.records.run import log_file
@@ -22,8 +24,8 @@ from kmp.records.run import log_file
 def main(programs: list[str]) -> None:
     """Runs programs and stores their logs."""
     warnings.simplefilter("ignore")  # of the faults
-    for program in programs or [*recorded_healthy(), *FLOAT16]:
-        if program in FLOAT16:
+    for program in programs or [*FAULTS, *HEALTHY_PROGRAMS]:
+        if program in FAULTS:
             _record_fault(program)
         else:
             _store(program + HEALTHY, _log_of(program, repair=True))

@@ -1,4 +1,4 @@
-"""Recorded runs of programs in `benchmarks/float16_faults`, which `record_runs.py` writes.
+"""Recorded runs of the programs in `benchmarks/float16_faults`, which `record_runs.py` writes.
 
 NAME.repair is the run of a program with a fault, as it is written; NAME.norepair that without
 repairs, stored only if it differs; NAME.healthy that of a program without a fault.
@@ -33,11 +33,6 @@ def recorded_runs() -> dict[str, Run]:
             log.write_bytes(log_of(name))
             runs[name] = load_run(log)
     return runs
-
-
-def recorded_healthy() -> list[str]:
-    """Returns the names of the programs without a fault of which a run is recorded."""
-    return [name.removesuffix(HEALTHY) for name in recorded_runs() if name.endswith(HEALTHY)]
 
 
 def repairing_run(program: str) -> Run:
