@@ -27,8 +27,8 @@ from rich.table import Table
 from step_models import DEFAULT_BATCH, MODELS, SCALINGS, compiled_step
 
 from kmp.backend.graph_traffic import Traffic, traffic_of
-from kmp.bench.results import header
 from kmp.utils import atomic_files
+from kmp_bench.results import header
 
 POLICIES = ("float32", "mixed_float16", "mixed_bfloat16")
 QUICK = "small"

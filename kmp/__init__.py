@@ -31,7 +31,6 @@ __all__ = [
     "advice",
     "advise",
     "audit",
-    "bench",
     "callbacks",
     "convert",
     "disable",
@@ -53,12 +52,12 @@ __all__ = [
 
 
 def __getattr__(name: str) -> object:
-    """Imports `kmp.bench`, `kmp.plots` and `kmp.report` on first access.
+    """Imports `kmp.plots` and `kmp.report` on first access.
 
-    The last two import matplotlib and jinja2.
+    They import matplotlib and jinja2.
     """
     if name in __all__ and name not in ("plots", "report"):
         require_tensorflow()
-    if name in ("bench", "plots", "report"):
+    if name in ("plots", "report"):
         return importlib.import_module(f"kmp.{name}")
     raise AttributeError(f"module 'kmp' has no attribute {name!r}")

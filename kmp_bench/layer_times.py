@@ -14,8 +14,8 @@ import tensorflow as tf
 
 from kmp.backend.compiled_parts import in_step
 from kmp.backend.keras_internals import global_policy
-from kmp.bench.measurement import Measurement, alternate, comparison, seconds_per_call
 from kmp.enabling import enable
+from kmp_bench.measurement import Measurement, alternate, comparison, seconds_per_call
 
 KERAS, OURS, FUSED = "Keras", "kmp", "FusedBatchNormV3"
 SECTION = "layers"

@@ -19,9 +19,14 @@ from kmp.backend.graph_traffic import Traffic
 from kmp.backend.jit_support import jit_obstacle, request
 from kmp.backend.keras_internals import sublayers
 from kmp.backend.xla import traced_for_gpu
-from kmp.bench.fit_timer import Blocks, time_fit
-from kmp.bench.limits import limit_of
-from kmp.bench.measurement import (
+from kmp.conversion.step_traffic import traffic_by_class
+from kmp.conversion.tensor_cores import unaligned_dimensions, uses_tensor_cores
+from kmp.enabling import enable, gpus
+from kmp.utils import user_messages, validation
+from kmp.utils.float_formats import FLOAT32
+from kmp_bench.fit_timer import Blocks, time_fit
+from kmp_bench.limits import limit_of
+from kmp_bench.measurement import (
     MODES,
     MeasurementError,
     alternate,
@@ -29,13 +34,8 @@ from kmp.bench.measurement import (
     seconds_per_call,
     xla_error,
 )
-from kmp.bench.model_variants import POLICIES, ModelFunction, as_dataset, source_of
-from kmp.bench.step_comparison import GRAPH, XLA, Device, Step, StepComparison
-from kmp.conversion.step_traffic import traffic_by_class
-from kmp.conversion.tensor_cores import unaligned_dimensions, uses_tensor_cores
-from kmp.enabling import enable, gpus
-from kmp.utils import user_messages, validation
-from kmp.utils.float_formats import FLOAT32
+from kmp_bench.model_variants import POLICIES, ModelFunction, as_dataset, source_of
+from kmp_bench.step_comparison import GRAPH, XLA, Device, Step, StepComparison
 
 _TURN = 0.5  # seconds
 # Of a data set: the first ones fill its buffers, and the others take at most so many seconds.

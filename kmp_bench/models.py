@@ -10,11 +10,11 @@ import tensorflow as tf
 
 from kmp import layers
 from kmp.backend.keras_internals import global_policy, sublayers
-from kmp.bench.measurement import MODES
 from kmp.guarding.guarded_step import guard_train_step
 from kmp.layers.fused_calls import use_fused_call
 from kmp.optimizer import LossScaleOptimizer
 from kmp.utils.float_formats import FLOAT32
+from kmp_bench.measurement import MODES
 
 # How the loss is scaled.
 BARE, KERAS, OURS = "bare", "Keras", "kmp"
