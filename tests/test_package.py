@@ -49,7 +49,10 @@ def test_importing_kmp_imports_nothing_heavy():
         "sklearn",
         "tensorboard",
         "rich.progress",
+        "kmp.callbacks",
+        "kmp.conversion",
         "kmp.plots",
+        "kmp.replay",
         "kmp.report",
         "kmp_",
         "jinja2",
@@ -176,7 +179,13 @@ def test_public_surface_is_what_the_readme_documents():
     assert [name for name in documented if not hasattr(kmp, name)] == []
 
 
-def test_package_is_typed_and_an_unknown_name_is_an_attribute_error():
-    assert (ROOT / "py.typed").exists()
+def test_what_is_imported_on_first_access_is_listed_before():
+    code = "import kmp; print(set(kmp.__all__) <= set(dir(kmp)), 'convert' in vars(kmp))"
+    assert python(code) == (0, "True False\n")
+
+
+def test_packages_are_typed_and_an_unknown_name_is_an_attribute_error():
+    for package in (kmp, kmp_bench):
+        assert (Path(package.__file__).parent / "py.typed").exists()
     with pytest.raises(AttributeError, match="no attribute 'nosuch'"):
         _ = kmp.nosuch
