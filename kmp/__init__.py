@@ -63,7 +63,10 @@ def __getattr__(name: str) -> object:
     if name not in __all__:
         raise AttributeError(f"module 'kmp' has no attribute {name!r}")
     if name not in ("plots", "report"):
-        require_tensorflow()
+        try:
+            require_tensorflow()
+        except ImportError as error:  # `hasattr` and tools that inspect modules expect the other
+            raise AttributeError(f"`kmp.{name}` needs TensorFlow. {error}") from error
     if name in ("Plan", "audit", "convert", "to_float32"):
         from kmp import conversion
 

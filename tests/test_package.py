@@ -112,6 +112,17 @@ def test_what_needs_tensorflow_names_the_extras_without_it(code):
     assert ("Traceback" in error) == ("kmp_cli" not in code)
 
 
+def test_what_needs_tensorflow_is_no_attribute_without_it():
+    code = """
+missing = sorted(name for name in kmp.__all__ if not hasattr(kmp, name))
+try:
+    kmp.enable
+except AttributeError as error:
+    print("convert" in missing, "load_run" in missing, type(error.__cause__).__name__)
+"""
+    assert python(WITHOUT_TENSORFLOW + code) == (0, "True False ImportError\n")
+
+
 def test_command_of_a_source_tree_that_is_not_installed_says_so(monkeypatch, capsys):
     def version(name):
         raise importlib.metadata.PackageNotFoundError(name)
