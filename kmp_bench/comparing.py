@@ -15,13 +15,13 @@ import keras
 import tensorflow as tf
 
 from kmp.backend.global_state import global_state_restored
-from kmp.backend.graph_traffic import Traffic
 from kmp.backend.jit_support import jit_obstacle, request
 from kmp.backend.keras_internals import sublayers
 from kmp.backend.xla import traced_for_gpu
 from kmp.conversion.step_traffic import traffic_by_class
 from kmp.conversion.tensor_cores import unaligned_dimensions, uses_tensor_cores
 from kmp.enabling import enable, gpus
+from kmp.traffic import Traffic
 from kmp.utils import user_messages, validation
 from kmp.utils.float_formats import FLOAT32
 from kmp_bench.fit_timer import Blocks, time_fit

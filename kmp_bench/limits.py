@@ -4,8 +4,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from kmp.backend.graph_traffic import Traffic
 from kmp.conversion.step_traffic import OUTSIDE
+from kmp.traffic import Traffic
 from kmp.utils.float_formats import FLOAT32
 from kmp_bench.step_comparison import GRAPH, XLA, Step, StepComparison, megabytes, milliseconds
 

@@ -9,9 +9,8 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from kmp.backend.graph_operations import Cost
-from kmp.backend.graph_traffic import Traffic
 from kmp.conversion.step_traffic import OUTSIDE
+from kmp.traffic import Cost, Traffic
 from kmp.utils.displayed import Displayed
 from kmp.utils.names import printable
 from kmp_bench.measurement import Measurement, comparison

@@ -2,8 +2,7 @@
 
 import pytest
 
-from kmp.backend.graph_operations import Cost
-from kmp.backend.graph_traffic import Traffic
+from kmp.traffic import Cost, Traffic
 from kmp_bench import Device, Step, StepComparison
 from kmp_bench.limits import limit_of
 
