@@ -12,6 +12,7 @@ ENV NVIDIA_VISIBLE_DEVICES=all NVIDIA_DRIVER_CAPABILITIES=compute,utility
 WORKDIR /src
 COPY pyproject.toml README.md LICENSE ./
 COPY kmp kmp
+COPY kmp_bench kmp_bench
 COPY kmp_cli kmp_cli
 RUN pip install --no-cache-dir ".[cuda,demo]"
 

@@ -24,7 +24,7 @@ import numpy as np
 import tensorflow as tf
 
 import kmp
-from kmp.bench.results import header
+from kmp_bench.results import header
 
 RESULTS = Path(__file__).with_name("accuracy.json")
 TEST_IMAGES = 1000

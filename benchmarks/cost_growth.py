@@ -13,8 +13,8 @@ import functools
 import tensorflow as tf
 from measuring import SampledStep, Step, main, modes_of, per_unit, shapes_of
 
-from kmp.bench.measurement import alternate, in_new_process, seconds_per_call
-from kmp.bench.models import BARE, OURS
+from kmp_bench.measurement import alternate, in_new_process, seconds_per_call
+from kmp_bench.models import BARE, OURS
 
 MOST_UNDER_XLA = 500
 REPLICATED = 50  # variables

@@ -17,8 +17,8 @@ from keras import ops
 from measuring import main
 
 import kmp
-from kmp.bench.measurement import comparison
-from kmp.bench.models import mlp
+from kmp_bench.measurement import comparison
+from kmp_bench.models import mlp
 
 FIRST, REPAIR = "first step", "first skipped step to first good step"
 

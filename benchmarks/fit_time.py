@@ -23,8 +23,8 @@ import tensorflow as tf
 from measuring import WITH_CALLBACKS, main, modes_of
 
 from kmp import callbacks, layers
-from kmp.bench.measurement import alternate, comparison, in_new_process
-from kmp.bench.models import (
+from kmp_bench.measurement import alternate, comparison, in_new_process
+from kmp_bench.models import (
     BARE,
     KERAS,
     OURS,

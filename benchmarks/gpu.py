@@ -37,13 +37,13 @@ from step_models import BARE, KERAS, OURS, step_model
 
 import kmp
 from kmp.backend.keras_internals import global_policy, sublayers
-from kmp.bench.environment_variables import PERSISTENT, environment
-from kmp.bench.fit_timer import Blocks, time_fit
-from kmp.bench.layer_times import measure_layers
-from kmp.bench.measurement import MODES, Measurement, in_new_process, peak_memory, reset_peak_memory
-from kmp.bench.results import header
 from kmp.layers.fused_calls import use_call_of_keras
 from kmp.utils import atomic_files
+from kmp_bench.environment_variables import PERSISTENT, environment
+from kmp_bench.fit_timer import Blocks, time_fit
+from kmp_bench.layer_times import measure_layers
+from kmp_bench.measurement import MODES, Measurement, in_new_process, peak_memory, reset_peak_memory
+from kmp_bench.results import header
 from kmp_cli.doctor import driver_check
 
 

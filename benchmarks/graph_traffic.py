@@ -4,7 +4,7 @@
     python benchmarks/graph_traffic.py resnet50 bert --policy float32 mixed_float16 --types 10
 
 Counted in TensorFlow's graph, so it needs no GPU, and the numbers are the same in each run: compare
-them with each other. `kmp/backend/graph_traffic.py` has the rules. The part "XLA" is an estimate;
+them with each other. `kmp/traffic/graph_traffic.py` has the rules. The part "XLA" is an estimate;
 `compiled` is kmp with `jit_compile=True`. "Transposes" are those that TensorFlow adds on a GPU.
 """
 
@@ -26,9 +26,9 @@ from rich.progress import track
 from rich.table import Table
 from step_models import DEFAULT_BATCH, MODELS, SCALINGS, compiled_step
 
-from kmp.backend.graph_traffic import Traffic, traffic_of
-from kmp.bench.results import header
+from kmp.traffic import Traffic, traffic_of
 from kmp.utils import atomic_files
+from kmp_bench.results import header
 
 POLICIES = ("float32", "mixed_float16", "mixed_bfloat16")
 QUICK = "small"

@@ -29,12 +29,12 @@ from measuring import main, per_unit, shapes_of
 import kmp
 import kmp_cli
 from kmp import report
-from kmp.bench.measurement import alternate, comparison, in_new_process, peak_memory
 from kmp.callbacks.recorder import BUDGET
 from kmp.callbacks.training_records import record_size
 from kmp.records import GradientSample, Header, Record, Settings
 from kmp.records.compact_sample import compact
 from kmp.records.jsonl import FILE_NAME, LogEncoder
+from kmp_bench.measurement import alternate, comparison, in_new_process, peak_memory
 
 EVERY_N_STEPS, BATCH_SIZE = 10, 32
 SAMPLES = 20

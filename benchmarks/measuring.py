@@ -16,14 +16,14 @@ import tensorflow as tf
 from rich.console import Console
 
 from kmp import LossScaleOptimizer
-from kmp.bench import results
-from kmp.bench.measurement import MODES, Measurement, comparison, seconds_per_call
-from kmp.bench.models import BARE, KERAS, OURS
 from kmp.callbacks import GradientHistogram
 from kmp.gradients.gradient_sampler import copies_of, with_updates
 from kmp.gradients.sampling_clock import NEVER
 from kmp.records import GradientSample, Record
 from kmp.records.jsonl import to_line
+from kmp_bench import results
+from kmp_bench.measurement import MODES, Measurement, comparison, seconds_per_call
+from kmp_bench.models import BARE, KERAS, OURS
 
 tf.get_logger().setLevel("ERROR")  # it warns about frequent retracing, which is done on purpose
 

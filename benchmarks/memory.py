@@ -9,8 +9,8 @@ sample.
 
 from measuring import SampledStep, Step, main, modes_of, shapes_of, variants_in
 
-from kmp.bench.measurement import comparison, in_new_process, peak_memory
-from kmp.bench.models import BARE, OURS
+from kmp_bench.measurement import comparison, in_new_process, peak_memory
+from kmp_bench.models import BARE, OURS
 
 SAMPLED = "kmp, sampled"
 

@@ -11,7 +11,7 @@ import itertools
 
 from measuring import Step, main, modes_of, shapes_of, variants_in
 
-from kmp.bench.measurement import alternate, comparison, in_new_process
+from kmp_bench.measurement import alternate, comparison, in_new_process
 
 PROCESSES, ROUNDS = 5, 5
 

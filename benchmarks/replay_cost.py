@@ -10,17 +10,17 @@ import functools
 
 from measuring import main
 
-from kmp.bench.measurement import (
+from kmp.callbacks.batch_replayer import CRITERIA
+from kmp.guarding.guarded_step import guarded_step_of
+from kmp.replay import Passes, StepContext, replay_batch
+from kmp_bench.measurement import (
     alternate,
     comparison,
     in_new_process,
     peak_memory,
     seconds_per_call,
 )
-from kmp.bench.models import OURS, compiled_model, convolutional, mlp, timed_training, transformer
-from kmp.callbacks.batch_replayer import CRITERIA
-from kmp.guarding.guarded_step import guarded_step_of
-from kmp.replay import Passes, StepContext, replay_batch
+from kmp_bench.models import OURS, compiled_model, convolutional, mlp, timed_training, transformer
 
 STEP, FINITE, OVERFLOWING = "training step", "replay", "replay of an overflow"
 BOTH_FORMATS = "replay in float16 and bfloat16"

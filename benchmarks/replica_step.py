@@ -14,7 +14,7 @@ import tensorflow as tf
 from measuring import main
 
 import kmp
-from kmp.bench.measurement import alternate, comparison, in_new_process, seconds_per_call
+from kmp_bench.measurement import alternate, comparison, in_new_process, seconds_per_call
 
 VARIANTS = {"graph": False, "XLA": True}
 

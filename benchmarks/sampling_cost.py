@@ -12,10 +12,10 @@ import tempfile
 import tensorflow as tf
 from measuring import SampledStep, Step, main, modes_of, shapes_of
 
-from kmp.bench.measurement import alternate, comparison, seconds_per_call
-from kmp.bench.models import OURS
 from kmp.callbacks.sample_schedule import UPDATES_EVERY
 from kmp.gradients.tensor_statistics import gradient_statistics
+from kmp_bench.measurement import alternate, comparison, seconds_per_call
+from kmp_bench.models import OURS
 
 TENSORS = 4
 

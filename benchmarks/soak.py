@@ -17,8 +17,8 @@ import tensorflow as tf
 from measuring import main
 
 from kmp import callbacks
-from kmp.bench.measurement import comparison, in_new_process
-from kmp.bench.models import KERAS, OURS, compiled_model, mlp
+from kmp_bench.measurement import comparison, in_new_process
+from kmp_bench.models import KERAS, OURS, compiled_model, mlp
 
 
 def measure(is_quick):

@@ -17,8 +17,8 @@ from measuring import WITH_CALLBACKS, main
 from operation_trace import executed_operations, optimized_graphs
 
 from kmp import callbacks, layers
-from kmp.bench.measurement import MeasurementError, comparison
-from kmp.bench.models import BARE, KERAS, OURS, Task, compiled_model
+from kmp_bench.measurement import MeasurementError, comparison
+from kmp_bench.models import BARE, KERAS, OURS, Task, compiled_model
 
 VARIANTS = (BARE, KERAS, OURS, WITH_CALLBACKS)
 BOOKKEEPING = ("ReadVariableOp", "Identity", "IdentityN", "Switch", "Merge", "If", "StatelessIf")

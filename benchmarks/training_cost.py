@@ -23,8 +23,8 @@ import tensorflow as tf
 from measuring import WITH_CALLBACKS, main
 
 from kmp import callbacks
-from kmp.bench.measurement import comparison, in_new_process
-from kmp.bench.models import OURS, compiled_model, convolutional, mlp, transformer
+from kmp_bench.measurement import comparison, in_new_process
+from kmp_bench.models import OURS, compiled_model, convolutional, mlp, transformer
 
 MODELS = {
     "MLP": (mlp, 128),

@@ -16,8 +16,8 @@ import tensorflow as tf
 from measuring import main, modes_of
 
 import kmp
-from kmp.bench.measurement import MODES, alternate, comparison
-from kmp.bench.models import BARE, OURS, convolutional, mlp
+from kmp_bench.measurement import MODES, alternate, comparison
+from kmp_bench.models import BARE, OURS, convolutional, mlp
 
 MODELS = {
     "MLP of width 512, batch 64": lambda: mlp(512, batch=64),

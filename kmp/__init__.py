@@ -9,6 +9,7 @@ Example:
 """
 
 import importlib
+from typing import TYPE_CHECKING
 
 from kmp import advice, records, scaling
 from kmp.advice import advise, what_if
@@ -19,11 +20,14 @@ from kmp.utils.version import __version__ as __version__
 if has_tensorflow():  # else what reads logs works, and the other names are errors
     require_tensorflow()
 
-    from kmp import callbacks, layers, optimizer
-    from kmp.conversion import Plan, audit, convert, to_float32
+    from kmp import layers, optimizer
     from kmp.enabling import disable, enable, gpus, graph_rewrite, wrap
     from kmp.guarding import guard
     from kmp.optimizer import LossScaleOptimizer
+
+if TYPE_CHECKING:  # else imported on first access
+    from kmp import callbacks, plots, report
+    from kmp.conversion import Plan, audit, convert, to_float32
 
 __all__ = [
     "LossScaleOptimizer",
@@ -31,7 +35,6 @@ __all__ = [
     "advice",
     "advise",
     "audit",
-    "bench",
     "callbacks",
     "convert",
     "disable",
@@ -53,12 +56,23 @@ __all__ = [
 
 
 def __getattr__(name: str) -> object:
-    """Imports `kmp.bench`, `kmp.plots` and `kmp.report` on first access.
+    """Imports on first access what a training may not need.
 
-    The last two import matplotlib and jinja2.
+    `kmp.callbacks` replays batches, and `kmp.plots` and `kmp.report` need matplotlib and jinja2.
     """
-    if name in __all__ and name not in ("plots", "report"):
-        require_tensorflow()
-    if name in ("bench", "plots", "report"):
-        return importlib.import_module(f"kmp.{name}")
-    raise AttributeError(f"module 'kmp' has no attribute {name!r}")
+    if name not in __all__:
+        raise AttributeError(f"module 'kmp' has no attribute {name!r}")
+    if name not in ("plots", "report"):
+        try:
+            require_tensorflow()
+        except ImportError as error:  # `hasattr` and tools that inspect modules expect the other
+            raise AttributeError(f"`kmp.{name}` needs TensorFlow. {error}") from error
+    if name in ("Plan", "audit", "convert", "to_float32"):
+        from kmp import conversion
+
+        return getattr(conversion, name)
+    return importlib.import_module(f"kmp.{name}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

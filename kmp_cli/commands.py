@@ -50,8 +50,8 @@ def run(parsed: argparse.Namespace) -> int:
 
 
 def _demo(parsed: argparse.Namespace, console: Console) -> None:
-    from kmp import demo
     from kmp.enabling.active_settings import POLICIES
+    from kmp_cli import demo
 
     if parsed.policy not in POLICIES:
         raise InputError(
@@ -64,26 +64,26 @@ def _demo(parsed: argparse.Namespace, console: Console) -> None:
 def _bench(parsed: argparse.Namespace, console: Console) -> None:
     import tensorflow as tf
 
-    from kmp import bench
+    from kmp_bench import MeasurementError, precision, results
 
-    bench.results.share_gpu()
+    results.share_gpu()
     if parsed.model:
         _bench_model(parsed, console)
         return
     if parsed.modules:
         raise InputError("--import applies only to a MODEL")
-    if parsed.batch and set(bench.precision.parts_of(parsed.only, parsed.quick)) == {"precision"}:
+    if parsed.batch and set(precision.parts_of(parsed.only, parsed.quick)) == {"precision"}:
         raise InputError("--batch applies only to resnet and bert: add --only resnet bert")
     try:
-        comparisons = bench.precision.measure(parsed.only, parsed.quick, parsed.batch)
-        bench.results.run(console, comparisons, parsed.json)
-    except (bench.MeasurementError, tf.errors.OpError) as error:
+        comparisons = precision.measure(parsed.only, parsed.quick, parsed.batch)
+        results.run(console, comparisons, parsed.json)
+    except (MeasurementError, tf.errors.OpError) as error:
         # Such as: the GPU's memory is in use.
         raise InputError(user_messages.one_line(error)) from error
 
 
 def _bench_model(parsed: argparse.Namespace, console: Console) -> None:
-    from kmp import bench
+    from kmp_bench import MeasurementError, StepComparison, compare, results
 
     if parsed.only:
         raise InputError("--only applies only without a MODEL")
@@ -102,13 +102,13 @@ def _bench_model(parsed: argparse.Namespace, console: Console) -> None:
         model = _load_model(Path(parsed.model), is_compiled=True)
     steps, rounds = (5, 2) if parsed.quick else (20, 5)
 
-    def measure() -> bench.StepComparison:
-        return bench.compare(model, batch_size=parsed.batch, steps=steps, rounds=rounds)
+    def measure() -> StepComparison:
+        return compare(model, batch_size=parsed.batch, steps=steps, rounds=rounds)
 
     try:
-        bench.results.run_model(console, measure, parsed.json)
+        results.run_model(console, measure, parsed.json)
     except Exception as error:  # the user's function and model may raise anything
-        is_of_kmp = isinstance(error, TypeError | ValueError | bench.MeasurementError)
+        is_of_kmp = isinstance(error, TypeError | ValueError | MeasurementError)
         start = "" if is_of_kmp else f"{type(error).__name__}: "
         raise InputError(f"{parsed.model}: {start}{user_messages.one_line(error)}") from error
 

@@ -212,7 +212,7 @@ def gpu_checks(has_driver: bool) -> Iterator[Check]:
     import tensorflow as tf
 
     import kmp
-    from kmp import bench
+    from kmp_bench.measurement import xla_error
 
     build, gpus = tf.sysconfig.get_build_info(), kmp.gpus()
     yield _build_check(build, has_driver)
@@ -228,7 +228,7 @@ def gpu_checks(has_driver: bool) -> Iterator[Check]:
             matrix = tf.cast(tf.random.normal((64, 64)), dtype)
             # The product is NVIDIA's kernel, the others are TensorFlow's.
             tf.exp(matrix @ matrix * matrix).numpy()
-    error = bench.measurement.xla_error()
+    error = xla_error()
     if error is None:
         yield Check("XLA", OK, "compiles")
     else:
@@ -286,7 +286,8 @@ def _capability_checks(gpu: Any, compiled_for: Iterable[str]) -> Iterator[Check]
 
 
 def _measure(console: Console) -> dict[str, Any]:
-    from kmp import bench, gpus
+    from kmp import gpus
+    from kmp_bench import precision
 
     device = "the first GPU" if gpus() else "the CPU, because TensorFlow sees no GPU"
     minutes = "; XLA may take two minutes to compile" if gpus() else ""
@@ -294,7 +295,7 @@ def _measure(console: Console) -> dict[str, Any]:
     measured: list[Any] = []
     incomplete = ""
     try:
-        for compared in bench.precision.measure_machine():
+        for compared in precision.measure_machine():
             measured += compared
     except Exception as error:  # TensorFlow may raise anything
         incomplete = f" The measurement is incomplete: {_text_of(error)}"
@@ -303,7 +304,7 @@ def _measure(console: Console) -> dict[str, Any]:
     if measured:
         console.print(_table(measured), soft_wrap=False)
     results = {"results": [dataclasses.asdict(result) for result in measured]}
-    best = bench.precision.recommend(measured)
+    best = precision.recommend(measured)
     if best is None:
         verdict = f"The speed of mixed precision could not be measured here.{incomplete}"
         return {"exit_status": BROKEN, "verdict": verdict, **results}
@@ -330,16 +331,16 @@ def _measure(console: Console) -> dict[str, Any]:
 
 def _measure_layers(console: Console) -> dict[str, Any]:
     """Measures what kmp's ways of some layers gain on a GPU; returns nothing without one."""
-    from kmp import bench, gpus
+    from kmp import gpus
+    from kmp_bench import layer_times
 
     if not gpus():
         return {}
     console.print("\nMeasuring layers in float16 in graph mode: half a minute ...", style="dim")
-    layers = bench.layer_times
     measured: list[Any] = []
     incomplete = ""
     try:
-        for compared in layers.measure_layers(layers.ROWS[1:2], layers.IMAGES):
+        for compared in layer_times.measure_layers(layer_times.ROWS[1:2], layer_times.IMAGES):
             measured += compared
     except Exception as error:  # TensorFlow may raise anything
         incomplete = f" The measurement is incomplete: {_text_of(error)}"
@@ -353,9 +354,9 @@ def _measure_layers(console: Console) -> dict[str, Any]:
         column.justify = "right"
     if measured:
         console.print(table, soft_wrap=False)
-    ours = [result for result in measured if result.variant == layers.OURS]
+    ours = [result for result in measured if result.variant == layer_times.OURS]
     slower = [result.case for result in ours if (result.ratio or 0.0) > 1.0]
-    advice = f"kmp.enable() uses the ways named {layers.OURS} in graph mode."
+    advice = f"kmp.enable() uses the ways named {layer_times.OURS} in graph mode."
     if slower:
         advice += (
             f" Slower than Keras' here: {'; '.join(slower)}. kmp.enable(jit_compile=False) uses"
@@ -369,21 +370,21 @@ def _measure_layers(console: Console) -> dict[str, Any]:
 
 def _measure_environment(console: Console) -> dict[str, Any]:
     """Measures what NVIDIA's environment variables gain on a GPU; returns nothing without one."""
-    from kmp import bench, gpus
+    from kmp import gpus
+    from kmp_bench import MeasurementError, environment_variables
 
     if not gpus():
         return {}
-    variables = bench.environment_variables
     text = "Measuring environment variables, in graph mode and each in a new process: a minute ..."
     console.print(f"\n{text}", style="dim")
     try:
-        measured = variables.measure_environment()
-    except bench.MeasurementError as error:
+        measured = environment_variables.measure_environment()
+    except MeasurementError as error:
         advice = f"The environment variables could not be measured: {_text_of(error)}"
         console.print(advice)
         return {"environment": {"export": "", "advice": advice, "results": []}}
 
-    best = variables.fastest_setting(measured)
+    best = environment_variables.fastest_setting(measured)
     if best is None:
         export = ""
         listed = " and ".join(f"`{result.variant}`" for result in measured[1:])
@@ -392,7 +393,7 @@ def _measure_environment(console: Console) -> dict[str, Any]:
         export = f"export {best.variant}"
         gain = f"{best.ratio:.2f} times as fast"
         advice = f"Set before Python starts, this trains {gain} in graph mode here."
-        if any(name in best.variant for name in variables.PERSISTENT):
+        if any(name in best.variant for name in environment_variables.PERSISTENT):
             advice += " cuDNN's spatial persistent mode restricts the range of the data:"
             advice += " an overflow may give NaN."
         console.print(export, style="bold")

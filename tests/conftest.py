@@ -265,7 +265,7 @@ def casts_of_optimized(function, arguments, dtype):
 
 def training_rates(float16, bfloat16, xla=1.0):
     """Returns comparisons as `measure_machine` yields them, with ratios to float32."""
-    from kmp.bench import measurement, precision
+    from kmp_bench import measurement, precision
 
     rates = {"float32": [100.0], "float16": [100.0 * float16], "bfloat16": [100.0 * bfloat16]}
     compiled = {name: [xla * rate for rate in turns] for name, turns in rates.items()}

@@ -6,15 +6,21 @@ import sys
 from pathlib import Path
 
 import kmp
+import kmp_bench
+import kmp_cli
 
 ROOT = Path(kmp.__file__).parent
 FILES = sorted(path for path in ROOT.rglob("*.py") if path.parent != ROOT)
-TREES = {path: ast.parse(path.read_text(encoding="utf-8")) for path in FILES}
+OUTSIDE = sorted(
+    path for package in (kmp_bench, kmp_cli) for path in Path(package.__file__).parent.rglob("*.py")
+)
+TREES = {path: ast.parse(path.read_text(encoding="utf-8")) for path in (*FILES, *OUTSIDE)}
 PACKAGES = sorted({path.relative_to(ROOT).parts[0] for path in FILES})
 
 
 def package_of(path):
-    return path.relative_to(ROOT).parts[0]
+    parts = path.relative_to(ROOT.parent).parts
+    return parts[1] if parts[0] == "kmp" else parts[0]
 
 
 def exports_of(package):
@@ -36,14 +42,15 @@ def test_every_folder_is_a_package_with_a_docstring():
 
 def test_package_imports_what_others_export_from_them_and_other_public_names_from_the_module():
     wrong = []
-    for path in FILES:
-        for node in ast.walk(TREES[path]):
+    for path, tree in TREES.items():
+        for node in ast.walk(tree):
             if not isinstance(node, ast.ImportFrom) or (node.module or "").split(".")[0] != "kmp":
                 continue
             _, *parts = node.module.split(".")
             for alias in node.names:
-                if not parts:  # `from kmp import package`
+                if not parts:  # `from kmp import package`; outside also what users import
                     is_right = alias.name in PACKAGES
+                    is_right |= path in OUTSIDE and alias.name in kmp.__all__
                 elif parts[0] == package_of(path):  # a module of its own, or a name in one
                     is_right = len(parts) > 1 or (path.parent / f"{alias.name}.py").exists()
                 else:
@@ -77,7 +84,7 @@ def test_no_module_has_the_name_of_what_its_package_exports_or_of_the_standard_l
 
 
 def test_private_names_of_keras_and_tensorflow_are_used_in_backend_only():
-    for path in (path for path in FILES if package_of(path) != "backend"):
+    for path in (path for path in TREES if package_of(path) != "backend"):
         text = path.read_text(encoding="utf-8")
         assert not any(
             name in text for name in ("keras.src", "tensorflow.python", "tf.__internal__")

@@ -24,10 +24,10 @@ import matplotlib.pyplot as plt
 import numpy as np
 from matplotlib.axes import Axes
 
-from kmp.bench.results import header
-from kmp.demo import experiment
-from kmp.demo.experiment import Variant
 from kmp.plots.style import DARK, LIGHT, MIDDLE
+from kmp_bench.results import header
+from kmp_cli.demo import experiment
+from kmp_cli.demo.experiment import Variant
 
 FIGURE = Path(__file__).with_suffix(".png")
 RESULTS = Path(__file__).with_suffix(".json")

@@ -528,12 +528,12 @@ PRIVATE_NAMES = (
     ),
     PrivateName(
         "tensorflow.python.eager.context:context",
-        "`kmp.bench.compare` does not change which random numbers a program draws",
+        "`kmp_bench.compare` does not change which random numbers a program draws",
         "restores the random numbers of Python, NumPy and Keras only",
     ),
     PrivateName(
         "keras.src.backend.common.global_state:GLOBAL_STATE_TRACKER",
-        "`kmp.bench.compare` does not change the seeds and the names of later layers",
+        "`kmp_bench.compare` does not change the seeds and the names of later layers",
         "restores the random numbers of Python, NumPy and TensorFlow only",
     ),
     *(

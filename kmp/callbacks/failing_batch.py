@@ -31,13 +31,7 @@ class FailingBatch:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._is_saved = False
-        try:
-            if path.is_dir():
-                raise IsADirectoryError(errno.EISDIR, "Is a directory")
-            atomic_files.check_writable(path.parent)
-        except OSError as error:
-            message = f"the failing batch cannot be saved ({error.strerror or error})"
-            raise OSError(error.errno, message, str(path)) from error
+        atomic_files.check_file_writable(path, "the failing batch")
         if not _can_be_replaced(path):
             message = "the file exists, and is not a batch of kmp. Delete it, or name another one:"
             raise FileExistsError(errno.EEXIST, f"{message} `failing_batch`", str(path))

@@ -1,6 +1,5 @@
 """Writes the report of a training while it runs."""
 
-import errno
 import time
 from pathlib import Path
 
@@ -34,13 +33,7 @@ class ReportWriter:
         from kmp.report.page import check_target
 
         check_target(path, "`report`")
-        try:
-            if path.is_dir():
-                raise IsADirectoryError(errno.EISDIR, "Is a directory")
-            atomic_files.check_writable(path.parent)
-        except OSError as error:
-            message = f"the report cannot be written ({error.strerror or error})"
-            raise OSError(error.errno, message, str(path)) from error
+        atomic_files.check_file_writable(path, "the report")
 
     def end_epoch(self) -> None:
         """Writes the report if that does not take too much of the time."""

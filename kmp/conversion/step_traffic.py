@@ -13,11 +13,11 @@ import tensorflow as tf
 
 from kmp.backend import keras_internals, xla
 from kmp.backend.compiled_parts import in_step
-from kmp.backend.graph_traffic import Traffic, traffic_of
 from kmp.backend.keras_internals import is_passthrough, sublayers
 from kmp.backend.state_rollback import state_restored
 from kmp.backend.thread_overrides import own_method
 from kmp.layers.float32_rules import Moment, float32_rule
+from kmp.traffic import Traffic, traffic_of
 from kmp.utils.float_formats import DTYPES_16_BIT, computing_format
 
 _BATCH_SIZE = 32  # of a model that takes any

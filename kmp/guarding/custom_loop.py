@@ -2,7 +2,7 @@
 
 import contextlib
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import keras
 import tensorflow as tf
@@ -12,8 +12,10 @@ from kmp.guarding.guarded_state import GuardedState
 from kmp.guarding.guarded_step import GuardedTrainStep, guarded_step_of
 from kmp.layers.layer_calls import outermost_calls
 from kmp.optimizer import LossScaleOptimizer
-from kmp.replay import BatchCapture
 from kmp.utils import validation
+
+if TYPE_CHECKING:
+    from kmp.replay import BatchCapture
 
 
 @contextlib.contextmanager
@@ -89,7 +91,7 @@ def _watched(layers: Sequence[keras.Layer]) -> list[GuardedTrainStep]:
 
 def _captures_of(
     watched: Iterable[GuardedTrainStep], optimizer: LossScaleOptimizer
-) -> list[BatchCapture]:
+) -> "list[BatchCapture]":
     """Returns the captures of batches of models that this optimizer trains under callbacks."""
     return [capture for step in watched if (capture := step.capture_of(optimizer))]
 

@@ -4,7 +4,7 @@ import contextlib
 import functools
 import logging
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import keras
 import tensorflow as tf
@@ -22,7 +22,9 @@ from kmp.guarding.model_optimizers import optimizers_of
 from kmp.layers.layer_calls import outermost_calls
 from kmp.optimizer import LossScaleOptimizer
 from kmp.records.step_facts import StepFacts
-from kmp.replay import BatchCapture, KeptBatches
+
+if TYPE_CHECKING:
+    from kmp.replay import BatchCapture, KeptBatches
 
 logger = logging.getLogger("kmp")
 
@@ -177,7 +179,7 @@ class GuardedTrainStep:
         self._metrics.end_step(metrics_before, is_nonfinite, compiles_steps(optimizers))
         return self._metrics.with_loss_of_execution(logs, is_nonfinite)
 
-    def capture_of(self, optimizer: LossScaleOptimizer) -> BatchCapture | None:
+    def capture_of(self, optimizer: LossScaleOptimizer) -> "BatchCapture | None":
         """Returns what keeps batches of the steps of an optimizer, if a callback has set it."""
         found = (each for each in self.captures if each.optimizer is optimizer)
         return next(found, None)
@@ -218,8 +220,11 @@ class GuardedTrainStep:
         """Forgets the graphs, after which steps compute in other precisions."""
         self.graphs = {None: []}
 
-    def add_capture(self, optimizer: LossScaleOptimizer) -> BatchCapture:
+    def add_capture(self, optimizer: LossScaleOptimizer) -> "BatchCapture":
         """Keeps batches for a callback, and drops what is of optimizers of before."""
+        # Only callbacks replay batches: a loop under `guard` alone does not load what does.
+        from kmp.replay import BatchCapture, KeptBatches
+
         self.kept = self.kept or KeptBatches()
         is_custom = not has_keras_step(self._model)
         capture = BatchCapture(self._model, optimizer, self.kept, is_custom)

@@ -1,4 +1,4 @@
-"""Atomic file writes, and a check that a folder is writable."""
+"""Atomic file writes, and checks that files and folders are writable."""
 
 import contextlib
 import errno
@@ -69,3 +69,19 @@ def check_writable(folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryFile(dir=folder):
         pass
+
+
+def check_file_writable(path: Path, content: str) -> None:
+    """Creates the folder of a file if needed; raises an `OSError` if the file cannot be written.
+
+    Args:
+        path: The file.
+        content: What is to be written, for the error: such as `"the report"`.
+    """
+    try:
+        if path.is_dir():
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+        check_writable(path.parent)
+    except OSError as error:
+        message = f"{content} cannot be written ({error.strerror or error})"
+        raise OSError(error.errno, message, str(path)) from error

@@ -8,8 +8,8 @@ import pytest
 import tensorflow as tf
 
 import kmp
-from kmp import bench
-from kmp.bench.model_variants import POLICIES, as_dataset, made_batch, source_of
+import kmp_bench
+from kmp_bench.model_variants import POLICIES, as_dataset, made_batch, source_of
 
 QUICK = {"steps": 1, "rounds": 2}
 EVERY_STEP = [(policy, mode) for policy in POLICIES for mode in ("graph", "XLA")]
@@ -86,7 +86,7 @@ def test_function_is_called_under_each_policy_and_changes_nothing_of_the_program
 
     expected = StateOfTheProgram().read()
     state = StateOfTheProgram()
-    compared = bench.compare(function, **QUICK)
+    compared = kmp_bench.compare(function, **QUICK)
     assert state.read() == expected
 
     assert [policy for policy, _ in models] == list(POLICIES)
@@ -114,7 +114,7 @@ def test_model_under_a_strategy_is_copied_and_its_steps_are_timed_and_counted(on
     weights = model.get_weights()
     expected = StateOfTheProgram().read()
     state = StateOfTheProgram()
-    compared = bench.compare(model, **QUICK)
+    compared = kmp_bench.compare(model, **QUICK)
     assert state.read() == expected
     for weight, now in zip(weights, model.get_weights(), strict=True):
         np.testing.assert_array_equal(weight, now)
@@ -232,7 +232,7 @@ def test_made_batch_has_the_shapes_of_inputs_and_targets_and_trains(model, expec
 )
 def test_what_cannot_be_measured_is_an_error_before_anything_trains(model, options, message):
     with pytest.raises((TypeError, ValueError), match=re.escape(message)):
-        bench.compare(model, **options)
+        kmp_bench.compare(model, **options)
 
 
 @pytest.mark.parametrize(
@@ -253,10 +253,10 @@ def test_batch_of_another_form_is_an_error_that_shows_it(batch, message):
 def test_model_whose_inputs_are_not_known_needs_a_batch():
     model = compiled(keras.layers.Dense(3), inputs=(None, 6))
     with pytest.raises(ValueError, match="No batch can be made for 'small'.*Pass a batch"):
-        bench.compare(model)
+        kmp_bench.compare(model)
 
 
 def test_model_that_does_not_train_in_float32_is_a_measurement_error():
     model = compiled(keras.layers.Dense(3), keras.layers.Dense(3))
-    with pytest.raises(bench.MeasurementError, match="does not train in float32. .*Error: "):
-        bench.compare(model, (np.ones((4, 5)), np.ones((4, 3))), **QUICK)
+    with pytest.raises(kmp_bench.MeasurementError, match="does not train in float32. .*Error: "):
+        kmp_bench.compare(model, (np.ones((4, 5)), np.ones((4, 3))), **QUICK)

@@ -2,8 +2,8 @@ import os
 
 import pytest
 
-from kmp.bench import environment_variables, models
-from kmp.bench.environment_variables import NAMES, PERSISTENT, THREADS
+from kmp_bench import environment_variables, models
+from kmp_bench.environment_variables import NAMES, PERSISTENT, THREADS
 
 
 def rates_by_variables():

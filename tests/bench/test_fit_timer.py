@@ -3,7 +3,7 @@ import pytest
 import tensorflow as tf
 from conftest import sequential
 
-from kmp.bench.fit_timer import Blocks, time_fit
+from kmp_bench.fit_timer import Blocks, time_fit
 
 
 class Steps(keras.callbacks.Callback):

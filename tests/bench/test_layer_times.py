@@ -1,5 +1,5 @@
 from kmp.backend import xla
-from kmp.bench.layer_times import FUSED, KERAS, OURS, measure_layers
+from kmp_bench.layer_times import FUSED, KERAS, OURS, measure_layers
 
 
 def test_each_layer_is_measured_in_keras_code_and_in_kmps_ways():

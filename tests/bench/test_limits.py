@@ -2,10 +2,9 @@
 
 import pytest
 
-from kmp.backend.graph_operations import Cost
-from kmp.backend.graph_traffic import Traffic
-from kmp.bench import Device, Step, StepComparison
-from kmp.bench.limits import limit_of
+from kmp.traffic import Cost, Traffic
+from kmp_bench import Device, Step, StepComparison
+from kmp_bench.limits import limit_of
 
 H100 = Device("H100", launch_seconds=4e-6, bytes_per_second=2e12)
 GTX = Device("GTX 1660", has_tensor_cores=False, launch_seconds=4e-6, bytes_per_second=2e11)

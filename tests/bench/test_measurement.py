@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from kmp.bench import measurement
-from kmp.bench.measurement import Measurement, MeasurementError
+from kmp_bench import measurement
+from kmp_bench.measurement import Measurement, MeasurementError
 
 
 def test_variants_run_alternately_after_a_warmup_round():

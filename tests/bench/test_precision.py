@@ -4,10 +4,10 @@ import keras
 import pytest
 from conftest import training_rates, values
 
-from kmp.bench import models, precision
-from kmp.bench.models import BARE
-from kmp.bench.precision import FORMATS, VARIANTS
 from kmp.enabling import Gpu
+from kmp_bench import models, precision
+from kmp_bench.models import BARE
+from kmp_bench.precision import FORMATS, VARIANTS
 
 TF32_OFF = "float32 without TF32"
 CPU, T4, A100 = (), (Gpu("T4", (7, 5)),), (Gpu("A100", (8, 0)),)

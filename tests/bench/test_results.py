@@ -3,9 +3,9 @@ import io
 import keras
 from rich.console import Console
 
-from kmp.bench import results
-from kmp.bench.measurement import Measurement
-from kmp.bench.precision import VARIANTS
+from kmp_bench import results
+from kmp_bench.measurement import Measurement
+from kmp_bench.precision import VARIANTS
 
 STEPS = [
     Measurement("optimizer step", "Adam, 8 large", "graph", "bare", 0.0125, "s", None),

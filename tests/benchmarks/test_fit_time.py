@@ -1,7 +1,7 @@
 import fit_time
 import pytest
 
-from kmp.bench.models import BARE, mlp
+from kmp_bench.models import BARE, mlp
 
 
 @pytest.fixture(autouse=True)

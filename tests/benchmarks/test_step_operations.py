@@ -3,8 +3,8 @@ import step_operations
 from conftest import COUNTS_CPU_OPERATIONS
 from step_operations import WITH_CALLBACKS, Shape, added, operations
 
-from kmp.bench.measurement import MeasurementError
-from kmp.bench.models import BARE
+from kmp_bench.measurement import MeasurementError
+from kmp_bench.models import BARE
 
 pytestmark = COUNTS_CPU_OPERATIONS
 

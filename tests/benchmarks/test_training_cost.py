@@ -5,7 +5,7 @@ import pytest
 import training_cost
 from measuring import WITH_CALLBACKS
 
-from kmp.bench.models import OURS, mlp
+from kmp_bench.models import OURS, mlp
 
 
 @pytest.fixture(autouse=True)

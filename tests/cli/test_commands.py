@@ -11,10 +11,10 @@ import keras
 import pytest
 import tensorflow as tf
 
-from kmp.bench import precision
-from kmp.bench.measurement import Measurement, MeasurementError
 from kmp.records import Header, Record, Settings
 from kmp.records.jsonl import to_line
+from kmp_bench import precision
+from kmp_bench.measurement import Measurement, MeasurementError
 from kmp_cli import main
 
 

@@ -11,9 +11,9 @@ import tensorflow as tf
 from conftest import training_rates
 
 import kmp
-from kmp.bench import environment_variables, layer_times, precision
-from kmp.bench.measurement import MeasurementError, comparison
 from kmp.enabling import Gpu
+from kmp_bench import environment_variables, layer_times, precision
+from kmp_bench.measurement import MeasurementError, comparison
 from kmp_cli import doctor, main
 from kmp_cli.doctor import ERROR, INFO, OK, WARNING
 

@@ -14,8 +14,8 @@ from tensorflow.python.saved_model import loader_impl
 
 import kmp
 from kmp.backend.compiled_parts import can_compile, in_step, with_rounded_rows
-from kmp.backend.graph_traffic import traffic_of
 from kmp.backend.xla import traced_for_gpu
+from kmp.traffic import traffic_of
 
 MASK = np.random.default_rng(3).random((3, 2, 5, 5)) > 0.4
 NORMALIZATIONS = [

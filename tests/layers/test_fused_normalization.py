@@ -10,9 +10,9 @@ from keras import layers
 
 import kmp
 from kmp.backend.compiled_parts import in_step
-from kmp.backend.graph_traffic import traffic_of
 from kmp.backend.xla import traced_for_gpu
 from kmp.layers.fused_calls import use_call_of_keras, use_fused_call
+from kmp.traffic import traffic_of
 
 # The largest difference from Keras' layers, relative to the largest value: two roundings.
 TOLERANCE = {"mixed_float16": 2e-3, "mixed_bfloat16": 1.6e-2}

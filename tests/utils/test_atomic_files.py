@@ -144,3 +144,12 @@ def test_full_disk_leaves_the_old_file(tmp_path, path, monkeypatch):
 def test_check_writable_creates_the_folder_and_leaves_it_empty(tmp_path):
     atomic_files.check_writable(tmp_path / "new" / "nested")
     assert names_in(tmp_path / "new" / "nested") == []
+
+
+def test_file_that_cannot_be_written_is_an_error_that_names_it_and_what_it_is_for(tmp_path, path):
+    atomic_files.check_file_writable(tmp_path / "new" / "report.html", "the report")
+    assert names_in(tmp_path / "new") == []
+    for wrong, reason in ((tmp_path, "Is a directory"), (path / "report.html", "File exists")):
+        with pytest.raises(OSError, match=rf"the report cannot be written \({reason}") as raised:
+            atomic_files.check_file_writable(wrong, "the report")
+        assert raised.value.filename == str(wrong)

@@ -4,9 +4,9 @@ The other way is TensorFlow's kernel of a fused normalization, which kmp uses fo
 BatchNormalization where XLA compiles nothing, and does not use for rows.
 """
 
+import contextlib
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 
 import keras
@@ -14,8 +14,8 @@ import tensorflow as tf
 
 from kmp.backend.compiled_parts import in_step
 from kmp.backend.keras_internals import global_policy
-from kmp.bench.measurement import Measurement, alternate, comparison, seconds_per_call
 from kmp.enabling import enable
+from kmp_bench.measurement import Measurement, alternate, comparison, seconds_per_call
 
 KERAS, OURS, FUSED = "Keras", "kmp", "FusedBatchNormV3"
 SECTION = "layers"
@@ -98,12 +98,11 @@ def _step_of(way: str, make: Callable[[], _Layer], shape: tuple[int, ...]) -> Ca
     return step
 
 
-def _context(way: str) -> AbstractContextManager[Any]:
-    stack = ExitStack()
-    stack.enter_context(global_policy(_POLICY) if way == KERAS else enable(_POLICY))
-    if way == OURS:
-        stack.enter_context(in_step())
-    return stack
+@contextlib.contextmanager
+def _context(way: str) -> Iterator[None]:
+    policy = global_policy(_POLICY) if way == KERAS else enable(_POLICY)
+    with policy, in_step() if way == OURS else contextlib.nullcontext():
+        yield
 
 
 def _fused_rows(x: tf.Tensor) -> tf.Tensor:

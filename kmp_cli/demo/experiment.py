@@ -241,23 +241,18 @@ def train(
         seconds = time.perf_counter() - started
     run = load_run(log_dir) if variant.with_kmp else None
     inner = getattr(model.optimizer, "inner_optimizer", model.optimizer)
+    loss_scale = getattr(model.optimizer, "dynamic_scale", None)
+    if run is not None and not run.has_loss_scale:  # as in bfloat16
+        loss_scale = None
     return Result(
         accuracies=[before, *history["val_accuracy"]],
         losses=history["loss"],
         updates=int(inner.iterations),
-        loss_scale=_loss_scale(model.optimizer, run),
+        loss_scale=None if loss_scale is None else float(loss_scale),
         seconds=seconds,
         warnings=[f"{each.category.__name__}: {each.message}" for each in caught],
         run=run,
     )
-
-
-def _loss_scale(optimizer: keras.optimizers.Optimizer, run: Run | None) -> float | None:
-    """Returns the loss scale at the end of a training; `None` if there is none."""
-    if run is not None and not run.has_loss_scale:
-        return None
-    scale = getattr(optimizer, "dynamic_scale", None)
-    return None if scale is None else float(scale)
 
 
 def _batches(data: Data, seed: int) -> tf.data.Dataset:

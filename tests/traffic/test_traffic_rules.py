@@ -2,8 +2,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from kmp.backend.graph_operations import Cost
-from kmp.backend.graph_traffic import traffic_of
+from kmp.traffic import Cost, traffic_of
 
 X = tf.TensorSpec((4, 8), tf.float32)  # 32 elements: 128 bytes
 

@@ -27,16 +27,12 @@ from typing import Any
 
 import tensorflow as tf
 
-from kmp.backend.graph_operations import (
-    BRANCHES,
-    CALLS,
-    LOOPS,
+from kmp.backend.graph_operations import BRANCHES, CALLS, LOOPS, PASS_BUFFERS, bodies_of
+from kmp.traffic.operation_costs import (
     NO_COST,
-    PASS_BUFFERS,
     READ_WHAT_THEY_WRITE,
     UPDATE_VARIABLES,
     Cost,
-    bodies_of,
     elements_of,
     folded,
     iterations_of,

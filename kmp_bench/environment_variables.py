@@ -10,10 +10,10 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import tensorflow as tf
 
-from kmp.bench import models
-from kmp.bench.fit_timer import Blocks, time_fit
-from kmp.bench.measurement import Measurement, comparison, in_new_process
 from kmp.enabling import enable
+from kmp_bench import models
+from kmp_bench.fit_timer import Blocks, time_fit
+from kmp_bench.measurement import Measurement, comparison, in_new_process
 
 # Threads that only launch kernels, so that they do not wait for those of the input pipeline.
 THREADS = {"TF_GPU_THREAD_MODE": "gpu_private", "TF_GPU_THREAD_COUNT": "2"}

@@ -4,10 +4,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from kmp.backend.graph_traffic import Traffic
-from kmp.bench.step_comparison import GRAPH, XLA, Step, StepComparison, megabytes, milliseconds
 from kmp.conversion.step_traffic import OUTSIDE
+from kmp.traffic import Traffic
 from kmp.utils.float_formats import FLOAT32
+from kmp_bench.step_comparison import GRAPH, XLA, Step, StepComparison, megabytes, milliseconds
 
 # Tensor Cores are 8 to 16 times as fast as float32, TF32 half of that, and bytes halve: with this
 # gain, no single cause is left that is worth a search.

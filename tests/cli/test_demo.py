@@ -7,9 +7,9 @@ import pytest
 from rich.console import Console
 
 import kmp
-from kmp.demo import experiment, presentation
-from kmp.demo.explanation import explanation, warnings_of_repairs
 from kmp_cli import main
+from kmp_cli.demo import experiment, presentation
+from kmp_cli.demo.explanation import explanation, warnings_of_repairs
 
 LAYER = "digits/attention"
 

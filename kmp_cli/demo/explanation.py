@@ -4,8 +4,8 @@ import math
 import statistics
 from collections.abc import Iterator, Sequence
 
-from kmp.demo.experiment import MASK, Result, Results, Variant
 from kmp.utils.float_formats import BFLOAT16, FLOAT16
+from kmp_cli.demo.experiment import MASK, Result, Results, Variant
 
 
 def explanation(results: Results) -> Iterator[str]:

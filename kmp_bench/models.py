@@ -1,8 +1,7 @@
 """The models that are trained, and what measures their steps."""
 
-import time
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import keras
 import numpy as np
@@ -10,11 +9,12 @@ import tensorflow as tf
 
 from kmp import layers
 from kmp.backend.keras_internals import global_policy, sublayers
-from kmp.bench.measurement import MODES
 from kmp.guarding.guarded_step import guard_train_step
 from kmp.layers.fused_calls import use_fused_call
 from kmp.optimizer import LossScaleOptimizer
 from kmp.utils.float_formats import FLOAT32
+from kmp_bench.fit_timer import Blocks, time_fit
+from kmp_bench.measurement import MODES
 
 # How the loss is scaled.
 BARE, KERAS, OURS = "bare", "Keras", "kmp"
@@ -157,29 +157,10 @@ def compiled_model(task: Task, policy: str, scaling: str, mode: str) -> keras.Mo
     return model
 
 
-class _StepTimer(keras.callbacks.Callback):
-    """Measures the time of all steps but the first, which includes the start of `fit`."""
-
-    def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
-        if batch in (0, self.params["steps"] - 1):
-            tf.test.experimental.sync_devices()  # a GPU runs asynchronously
-        now = time.perf_counter()
-        if batch == 0:
-            self._begin = now
-        self.seconds = now - self._begin
-
-
 def timed_training(
     model: keras.Model, task: Task, steps: int, callbacks: Sequence[keras.callbacks.Callback] = ()
 ) -> Callable[[], float]:
     """Returns a function that continues the training and returns the mean seconds of a step."""
     data = tf.data.Dataset.from_tensors((task.x, task.y)).cache().repeat()
-    timer = _StepTimer()
-
-    def train() -> float:
-        model.fit(
-            data, steps_per_epoch=steps + 1, shuffle=False, verbose=0, callbacks=[*callbacks, timer]
-        )
-        return timer.seconds / steps
-
-    return train
+    blocks = Blocks(warm_up=1, count=1, steps=steps)  # the first step has the start of `fit`
+    return lambda: time_fit(model, data, blocks, callbacks).seconds[0]

@@ -11,8 +11,8 @@ runs it on a GPU in graph mode. These count as none:
   before the first step.
 
 What TensorFlow adds on a GPU counts too: the transpositions of Grappler's layout optimizer and
-those inside of a fused normalization (`gpu_layout.py`), and the kernels of a fused normalization's
-gradient with constant statistics.
+those inside of a fused normalization (`kmp/backend/gpu_layout.py`), and the kernels of a fused
+normalization's gradient with constant statistics.
 
 Calls, branches and loops are followed. A step takes one side of a branch; the larger one is
 counted. A loop counts its maximum number of iterations if that is a constant, else one. A tensor
@@ -29,18 +29,15 @@ from typing import TypeAlias
 
 import tensorflow as tf
 
-from kmp.backend.fused_traffic import compiled_cost
 from kmp.backend.gpu_layout import is_fused_normalization, layout_on_gpu, transposed_inside
-from kmp.backend.graph_operations import (
-    CALLS,
-    LOOPS,
+from kmp.backend.graph_operations import CALLS, LOOPS, PASS_BUFFERS, bodies_of
+from kmp.traffic.fused_traffic import compiled_cost
+from kmp.traffic.operation_costs import (
     NO_COST,
-    PASS_BUFFERS,
     READ_ONLY_SHAPES,
     READ_WHAT_THEY_WRITE,
     UPDATE_VARIABLES,
     Cost,
-    bodies_of,
     computed_from,
     cost_of,
     folded,

@@ -14,11 +14,11 @@ from rich.table import Table
 
 from kmp import plots, report
 from kmp.advice import advise
-from kmp.demo import experiment
-from kmp.demo.experiment import Length, Result, Results
-from kmp.demo.explanation import explanation, mean_accuracy, warnings_of_repairs
 from kmp.records import Record, Run
 from kmp.utils.float_formats import as_power
+from kmp_cli.demo import experiment
+from kmp_cli.demo.experiment import Length, Result, Results
+from kmp_cli.demo.explanation import explanation, mean_accuracy, warnings_of_repairs
 
 SEEDS = (0, 1, 2)
 _MOST_EPOCHS = 8

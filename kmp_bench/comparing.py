@@ -15,13 +15,18 @@ import keras
 import tensorflow as tf
 
 from kmp.backend.global_state import global_state_restored
-from kmp.backend.graph_traffic import Traffic
 from kmp.backend.jit_support import jit_obstacle, request
 from kmp.backend.keras_internals import sublayers
 from kmp.backend.xla import traced_for_gpu
-from kmp.bench.fit_timer import Blocks, time_fit
-from kmp.bench.limits import limit_of
-from kmp.bench.measurement import (
+from kmp.conversion.step_traffic import traffic_by_class
+from kmp.conversion.tensor_cores import unaligned_dimensions, uses_tensor_cores
+from kmp.enabling import enable, gpus
+from kmp.traffic import Traffic
+from kmp.utils import user_messages, validation
+from kmp.utils.float_formats import FLOAT32
+from kmp_bench.fit_timer import Blocks, time_fit
+from kmp_bench.limits import limit_of
+from kmp_bench.measurement import (
     MODES,
     MeasurementError,
     alternate,
@@ -29,13 +34,8 @@ from kmp.bench.measurement import (
     seconds_per_call,
     xla_error,
 )
-from kmp.bench.model_variants import POLICIES, ModelFunction, as_dataset, source_of
-from kmp.bench.step_comparison import GRAPH, XLA, Device, Step, StepComparison
-from kmp.conversion.step_traffic import traffic_by_class
-from kmp.conversion.tensor_cores import unaligned_dimensions, uses_tensor_cores
-from kmp.enabling import enable, gpus
-from kmp.utils import user_messages, validation
-from kmp.utils.float_formats import FLOAT32
+from kmp_bench.model_variants import POLICIES, ModelFunction, as_dataset, source_of
+from kmp_bench.step_comparison import GRAPH, XLA, Device, Step, StepComparison
 
 _TURN = 0.5  # seconds
 # Of a data set: the first ones fill its buffers, and the others take at most so many seconds.
@@ -100,9 +100,7 @@ def compare(
     rounds = validation.positive_integer("rounds", rounds)
     source = source_of(model, batch, batch_size)
     with _quiet(), global_state_restored():
-        variants = [_variant(source.build, policy) for policy in POLICIES]
-        _check_independent(variants)
-        comparison = _measured(variants, steps, rounds)
+        comparison = _measured(_variants(source.build), steps, rounds)
     gc.collect()  # Keras' models are reference cycles
     comparison = replace(comparison, notes=(*source.notes, *comparison.notes))
     return replace(comparison, limit=limit_of(comparison))
@@ -167,39 +165,40 @@ class _Trainer:
         with enable(self.variant.policy):
             times = time_fit(model, self.variant.data, self._blocks)
         self._function = model.train_function
+        if before is None:
+            return times.seconds[0], None
         of_optimizer = getattr(model.optimizer, "variables", ())  # it may have several of its own
-        own = sum(map(_size, (*model.variables, *of_optimizer)))
-        memory = None if before is None else times.peak_memory - before + own
-        return times.seconds[0], memory
+        variables = (*model.variables, *of_optimizer)
+        own = sum(math.prod(each.shape) * tf.as_dtype(each.dtype).size for each in variables)
+        return times.seconds[0], times.peak_memory - before + own
 
 
-def _size(variable: Any) -> int:
-    return math.prod(variable.shape) * tf.as_dtype(variable.dtype).size
+def _variants(build: Callable[[str], tuple[keras.Model, Any]]) -> list[_Variant]:
+    """Returns the model in each precision.
 
-
-def _variant(build: Callable[[str], tuple[keras.Model, Any]], policy: str) -> _Variant:
-    # Each begins with the same random numbers and names of layers.
-    with enable(policy), global_state_restored():
-        model, batch = build(policy)
-    return _Variant(policy, model, batch, as_dataset(batch))
-
-
-def _check_independent(variants: Sequence[_Variant]) -> None:
-    """Raises an error if training one model would change another one, or what the program has."""
+    Raises:
+        ValueError: If training one would change another one, or what the program has.
+    """
+    variants: list[_Variant] = []
     seen: set[int] = set()
-    for variant in variants:
-        variables = set(map(id, variant.model.variables))
+    for policy in POLICIES:
+        # Each begins with the same random numbers and names of layers.
+        with enable(policy), global_state_restored():
+            model, batch = build(policy)
+        variables = set(map(id, model.variables))
         if seen & variables:
             raise ValueError(
                 "The function returned models that share variables. It must create all layers in"
                 " each call: its models are trained."
             )
         seen |= variables
+        variants.append(_Variant(policy, model, batch, as_dataset(batch)))
+    return variants
 
 
 def _measured(variants: Sequence[_Variant], most_steps: int, rounds: int) -> StepComparison:
     model, batch = variants[0].model, variants[0].batch
-    compiled_as = _CompiledAs(bool(model.run_eagerly), bool(model.jit_compile))
+    runs_eagerly, is_compiled = bool(model.run_eagerly), bool(model.jit_compile)  # by the user
     device = _device()  # before the steps need memory
     for variant in variants:
         variant.model.run_eagerly, variant.model.steps_per_execution = False, 1
@@ -219,8 +218,8 @@ def _measured(variants: Sequence[_Variant], most_steps: int, rounds: int) -> Ste
         batch=", ".join(tensors),
         steps=steps,
         device=device,
-        xla_off=_why_without_xla(model, compiled_as, steps),
-        runs_eagerly=compiled_as.runs_eagerly,
+        xla_off=_why_without_xla(model, is_compiled, steps),
+        runs_eagerly=runs_eagerly,
         tensor_core_layers=matrices,
         unaligned=unaligned,
         data_seconds=_seconds_per_batch(batch) if has_data else None,
@@ -276,15 +275,14 @@ def _dimensions(model: keras.Model) -> tuple[int, dict[str, tuple[str, ...]]]:
     return len(layers), {path: sizes for path, sizes in unaligned.items() if sizes}
 
 
-class _CompiledAs(NamedTuple):
-    """How the user's model is compiled."""
+def _why_without_xla(model: keras.Model, is_compiled: bool, steps: Sequence[Step]) -> str:
+    """Returns why Keras trains a model without XLA on a GPU; empty if it compiles it.
 
-    runs_eagerly: bool
-    jit_compile: bool
-
-
-def _why_without_xla(model: keras.Model, compiled_as: _CompiledAs, steps: Sequence[Step]) -> str:
-    """Returns why Keras trains a model without XLA on a GPU; empty if it compiles it."""
+    Args:
+        model: The model.
+        is_compiled: Whether its `jit_compile` was true.
+        steps: What was measured.
+    """
     obstacle = jit_obstacle(model)
     if obstacle:
         return obstacle
@@ -292,7 +290,7 @@ def _why_without_xla(model: keras.Model, compiled_as: _CompiledAs, steps: Sequen
     if errors[0]:
         return errors[0]
     # Without a GPU, "auto" becomes False too.
-    return "it is compiled with jit_compile=False" if gpus() and not compiled_as.jit_compile else ""
+    return "it is compiled with jit_compile=False" if gpus() and not is_compiled else ""
 
 
 def _seconds_per_batch(data: tf.data.Dataset) -> float | None:

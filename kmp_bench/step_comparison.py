@@ -9,12 +9,11 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from kmp.backend.graph_operations import Cost
-from kmp.backend.graph_traffic import Traffic
-from kmp.bench.measurement import Measurement, comparison
 from kmp.conversion.step_traffic import OUTSIDE
+from kmp.traffic import Cost, Traffic
 from kmp.utils.displayed import Displayed
 from kmp.utils.names import printable
+from kmp_bench.measurement import Measurement, comparison
 
 GRAPH, XLA = "graph", "XLA"
 _MOST_CLASSES = 6
@@ -82,7 +81,7 @@ class Device:
 
 @dataclass(frozen=True, repr=False)
 class StepComparison(Displayed):
-    """The result of `kmp.bench.compare`. Displays as tables in terminals and notebooks.
+    """The result of `kmp_bench.compare`. Displays as tables in terminals and notebooks.
 
     Args:
         model: The model's name.
@@ -128,7 +127,7 @@ class StepComparison(Displayed):
         return {step.policy: step.traffic for step in self.steps if step.traffic}
 
     def measurements(self) -> list[Measurement]:
-        """Returns all numbers, each with its ratio to float32, for `kmp.bench.run`.
+        """Returns all numbers, each with its ratio to float32, for `kmp_bench.run`.
 
         The seconds of a step have their ratio to those of float32 in graph mode.
         """

@@ -10,8 +10,10 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 
 from kmp import callbacks
-from kmp.bench import models
-from kmp.bench.measurement import (
+from kmp.enabling import Gpu, gpus
+from kmp.replay import tensor_float_32
+from kmp_bench import models
+from kmp_bench.measurement import (
     MODES,
     Measurement,
     alternate,
@@ -22,9 +24,7 @@ from kmp.bench.measurement import (
     seconds_per_call,
     xla_error,
 )
-from kmp.bench.models import BARE, KERAS, OURS, Task, compiled_model, timed_training
-from kmp.enabling import Gpu, gpus
-from kmp.replay import tensor_float_32
+from kmp_bench.models import BARE, KERAS, OURS, Task, compiled_model, timed_training
 
 PARTS = ("precision", "resnet", "bert")
 NETWORKS = {"resnet": "ResNet-50", "bert": "BERT-base"}

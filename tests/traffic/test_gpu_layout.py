@@ -3,8 +3,7 @@
 import pytest
 import tensorflow as tf
 
-from kmp.backend.graph_operations import Cost
-from kmp.backend.graph_traffic import traffic_of
+from kmp.traffic import Cost, traffic_of
 
 IMAGE, KERNEL = (8, 16, 16, 8), (3, 3, 8, 8)
 ELEMENTS = 8 * 16 * 16 * 8

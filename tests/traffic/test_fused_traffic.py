@@ -10,8 +10,7 @@ import keras
 import pytest
 import tensorflow as tf
 
-from kmp.backend.graph_operations import Cost
-from kmp.backend.graph_traffic import traffic_of
+from kmp.traffic import Cost, traffic_of
 
 
 class Update(NamedTuple):

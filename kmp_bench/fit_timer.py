@@ -8,7 +8,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from kmp.bench.measurement import peak_memory, reset_peak_memory
+from kmp_bench.measurement import peak_memory, reset_peak_memory
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class FitTimes:
 
     Args:
         seconds: The mean seconds of a step, for each block.
-        peak_memory: As `kmp.bench.measurement.peak_memory`; on a GPU, since the warm-up.
+        peak_memory: As `kmp_bench.measurement.peak_memory`; on a GPU, since the warm-up.
     """
 
     seconds: list[float]

@@ -13,11 +13,11 @@ import tensorflow as tf
 from rich.console import Console
 from rich.table import Table
 
-from kmp.bench.measurement import Measurement
-from kmp.bench.step_comparison import StepComparison
 from kmp.enabling import gpus
 from kmp.utils import atomic_files
 from kmp.utils.version import __version__
+from kmp_bench.measurement import Measurement
+from kmp_bench.step_comparison import StepComparison
 
 
 def run(
