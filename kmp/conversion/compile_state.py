@@ -20,7 +20,7 @@ def transfer_compile_state(original: keras.Model, converted: keras.Model, scale_
     """Compiles a converted model like the original, if that is compiled.
 
     Copies the state of its optimizer. Warns if the model cannot be compiled or the state does not
-    fit. Without `scale_loss`, a loss scale is removed.
+    fit. If `scale_loss` is false, a loss scale is removed.
     """
     if not original.compiled:
         return

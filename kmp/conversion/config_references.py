@@ -111,7 +111,7 @@ class _Sublayers:
         return connections | self._references.to(self._clone_of(described))
 
     def _described_by(self, config: Config) -> keras.Operation | None:
-        """Returns the sublayer that a config describes; `None` for any other dictionary.
+        """Returns the sublayer that a config describes; `None` if it describes none.
 
         If several have one name, they are taken in order. One that a config has twice is found
         twice.

@@ -115,7 +115,7 @@ def parts_of(model: keras.Model, policy: str = "mixed_float16") -> list[Part]:
 def _config_of_custom(operation: keras.Operation) -> Config | None:
     """Returns the config of a layer that is not Keras' own.
 
-    `None` if its code raises an error, which cloning the model reports.
+    It is `None` if its code raises an error, which cloning the model reports.
     """
     if is_keras_class(type(operation)) or not isinstance(operation, keras.Layer):
         return None
@@ -206,7 +206,7 @@ def refused_arguments(layer: keras.Layer) -> set[str]:
     """Returns which of `name`, `trainable` and `dtype` the `__init__` of a layer does not take.
 
     `keras.Layer.get_config` returns all three, and Keras' `from_config` passes them to `__init__`.
-    Empty if the class has its own `from_config`, which may omit them.
+    There are none if the class has its own `from_config`, which may omit them.
     """
     if is_graph(layer) or not is_keras_class(defining_class(type(layer), "from_config")):
         return set()

@@ -167,7 +167,7 @@ class Rebuilder:
 def _arguments_of_graph(model: keras.Layer) -> Config | None:
     """Returns the arguments of a functional model besides its inputs and outputs.
 
-    `None` for a model that the code of its class builds.
+    Returns `None` for a model that the code of its class builds.
     """
     if not is_graph(model) or not is_keras_class(defining_class(type(model), "from_config")):
         return None
