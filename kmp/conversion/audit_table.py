@@ -20,7 +20,7 @@ _PAD = "Not divisible by 8, so Tensor Cores are slow or not used. Pad these dime
 
 
 @dataclass(frozen=True)
-class Row:
+class AuditRow:
     """The audit result for one layer, or for one operation of a functional graph.
 
     Args:
@@ -90,7 +90,7 @@ class Audit(Displayed):
     """
 
     model: str
-    rows: tuple[Row, ...]
+    rows: tuple[AuditRow, ...]
     plan: Plan
     conversion_error: str = ""
     notes: tuple[str, ...] = ()
@@ -99,7 +99,7 @@ class Audit(Displayed):
     formats: tuple[FormatErrors, ...] = ()
 
     @property
-    def needs_float32(self) -> tuple[Row, ...]:
+    def needs_float32(self) -> tuple[AuditRow, ...]:
         """The rows of layers and operations that 16 bits make inaccurate or let overflow."""
         return tuple(row for row in self.rows if row.category == NEEDS_FLOAT32)
 
@@ -125,17 +125,12 @@ class Audit(Displayed):
         return "\n".join(map(printable, lines))
 
     @property
-    def _computing(self) -> list[Row]:
+    def _computing(self) -> list[AuditRow]:
         return [row for row in self.rows if row.class_name != "InputLayer"]
 
     @property
-    def _compared(self) -> list[str]:
-        """The 16-bit formats whose errors the table has."""
-        return [each.format for each in self.formats] or [self.plan.compute_dtype]
-
-    @property
     def _format_lines(self) -> list[str]:
-        """What follows of the comparison of both formats."""
+        """The comparison of both formats, as text."""
         return [formats_compared("With this batch", self.formats)] if self.formats else []
 
     @property
@@ -177,6 +172,7 @@ class Audit(Displayed):
     def _table(self, sources: list[str]) -> Table:
         """Returns the rows as a table; a reason has the number of its source."""
         has_batch = any(row.amax is not None for row in self.rows)
+        formats = [each.format for each in self.formats] or [self.plan.compute_dtype]
         title = _text(f"{self.model}: now and after kmp.convert")
         table = Table(title=title, title_justify="left", box=None, pad_edge=False)
         table.add_column("layer", overflow="fold", min_width=12)
@@ -185,23 +181,24 @@ class Audit(Displayed):
         table.add_column("after", no_wrap=True)
         if has_batch:
             table.add_column("amax", justify="right", no_wrap=True)
-            for name in self._compared:
+            for name in formats:
                 table.add_column(f"{name}\nerror", justify="right", no_wrap=True)
         table.add_column("reason", overflow="fold", ratio=1, min_width=20)
         for row in self.rows:
             dtypes = filter(None, (row.compute_dtype, row.variable_dtype, row.output_dtype))
             cells = [row.path, row.class_name, "/".join(dict.fromkeys(dtypes)), row.planned_dtype]
             if has_batch:
-                cells += _measured_cells(row, len(self._compared))
+                cells += _measured_cells(row, len(formats))
             number = ""
             if row.reason and row.source:
                 number = f" [{sources.index(row.source) + 1}]"
             cells.append(row.reason + number)
-            table.add_row(*map(_text, cells), style=_color(row))
+            style = "yellow" if row.planned_dtype == FLOAT32.name else ""
+            table.add_row(*map(_text, cells), style="red" if row.overflows else style)
         return table
 
 
-def _measured_cells(row: Row, formats: int) -> list[str]:
+def _measured_cells(row: AuditRow, formats: int) -> list[str]:
     """Returns the largest magnitude of a row and its relative error in each format, as text."""
     if row.amax is None:
         return [""] * (1 + formats)
@@ -219,12 +216,6 @@ def _error_cell(error: float | None, overflows: bool) -> str:
     if overflows:
         return "NaN or Inf"
     return "" if error is None else f"{error:.1e}"
-
-
-def _color(row: Row) -> str:
-    if row.overflows:
-        return "red"
-    return "yellow" if row.planned_dtype == FLOAT32.name else ""
 
 
 def _text(text: str, style: str = "") -> Text:

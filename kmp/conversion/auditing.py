@@ -1,7 +1,7 @@
 """Audits a model for mixed precision, layer by layer and operation by operation."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -10,10 +10,9 @@ import keras
 from kmp.backend.jit_support import jit_compilation
 from kmp.backend.keras_internals import compute_dtypes, is_keras_class, is_passthrough
 from kmp.backend.promotion import Place, promotions_recorded
-from kmp.conversion.audit_table import Audit, Row
+from kmp.conversion.audit_table import Audit, AuditRow
 from kmp.conversion.cloning import Operations, clone_model
 from kmp.conversion.measurement import (
-    ActivationStatistics,
     Statistics,
     inference_passes,
     statistics_of,
@@ -35,7 +34,6 @@ from kmp.replay import OTHER_FORMATS, Passes, PassResult, other_format_of
 from kmp.utils.float_formats import (
     BFLOAT16,
     DTYPES_16_BIT,
-    FLOAT16,
     FLOAT32,
     FORMATS_16_BIT,
     FloatFormat,
@@ -46,9 +44,10 @@ from kmp.utils.float_formats import (
 def audit(model: keras.Model, batch: Any = None, policy: str | None = None) -> Audit:
     """Returns the dtypes of each layer and operation, and whether it needs float32 and why.
 
-    Also whether Keras compiles the model with XLA, and why not if not. For a model that already
-    computes in 16 bits: which share of the bytes of a training step is float32, and which classes
-    of layers move them. For this, its forward and backward pass are traced once, and not run.
+    The result also says whether Keras compiles the model with XLA, and if not, why. For a model
+    that already computes in 16 bits, it has the share of the bytes of a training step that is
+    float32, and the classes of layers that move them. For this, its forward and backward pass are
+    traced once, and not run.
 
     With a batch, runs the model in float32 and as a mixed-precision candidate, and reports
     overflow, underflow and the relative error of each layer's output. The candidate of a float32
@@ -83,7 +82,10 @@ def audit(model: keras.Model, batch: Any = None, policy: str | None = None) -> A
     {'p': 'exp, sum and division: float16 flushes small probabilities to zero'}
     """
     check_built(model)
-    policy = Plan(_own_policy(model) if policy is None else policy).policy
+    if policy is None:
+        is_bfloat16 = computing_format(compute_dtypes(model)) is BFLOAT16
+        policy = "mixed_bfloat16" if is_bfloat16 else "mixed_float16"
+    policy = Plan(policy).policy
     parts = parts_of(model, policy)
     plan = make_plan(model, parts, policy)
     quantized = is_quantized(model)
@@ -102,33 +104,71 @@ def audit(model: keras.Model, batch: Any = None, policy: str | None = None) -> A
             rows, formats = _with_statistics(rows, model, plan, batch, operations)
         traffic = step_traffic(model) if is_converted and not quantized else None
     return Audit(
-        model.name,
-        tuple(rows),
-        plan,
-        error,
-        (*_notes(model), *map(_note_of_promotion, promoted.values())),
-        traffic,
-        jit_compilation(model),
-        formats,
+        model=model.name,
+        rows=tuple(rows),
+        plan=plan,
+        conversion_error=error,
+        notes=tuple(_notes(model, promoted.values())),
+        traffic=traffic,
+        jit_compile=jit_compilation(model),
+        formats=formats,
     )
 
 
-def _note_of_promotion(place: Place) -> str:
-    return (
-        f"{place} computes in float32, because one operand is float32. For {place.dtype}, cast that"
-        " operand."
+def _conversion_error(model: keras.Model, parts: list[Part], plan: Plan, is_converted: bool) -> str:
+    """Returns the message of the error that `convert` raises for a model; empty if it does not."""
+    if is_quantized(model):
+        return ""
+    classes = {type(model), *(type(part.operation) for part in parts)}
+    has_custom_classes = any(
+        not is_keras_class(cls) and not cls.__module__.startswith("kmp.") for cls in classes
+    )
+    try:
+        check_not_float64(model)
+        # Nothing but a rebuilt model shows whether the configs of custom classes suffice.
+        if has_custom_classes and not is_converted:
+            clone_model(model, parts, plan)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def _row(part: Part, plan: Plan, keeps_dtypes: bool) -> AuditRow:
+    layer: Any = part.operation
+    rule, reason = part.rule, plan.float32.get(part.path, part.rule.reason)
+    has_dtypes = part.is_layer and not is_passthrough(layer)
+    output_dtype = _output_dtype(layer)
+    compute_dtype = layer.compute_dtype if has_dtypes else output_dtype or ""
+    planned_dtype = compute_dtype if keeps_dtypes else _planned_dtype(part, plan, compute_dtype)
+    return AuditRow(
+        path=part.path,
+        class_name=type(layer).__name__,
+        compute_dtype=compute_dtype,
+        variable_dtype=layer.variable_dtype if has_dtypes else None,
+        output_dtype=output_dtype,
+        category=rule.category_in(plan.compute_dtype),
+        reason=reason,
+        source=rule.source if reason == rule.reason else "",
+        planned_dtype=planned_dtype,
+        tensor_cores=() if planned_dtype == FLOAT32.name else tuple(unaligned_dimensions(layer)),
     )
 
 
-def _own_policy(model: keras.Model) -> str:
-    """Returns the policy to audit a model for if none is asked for."""
-    is_bfloat16 = computing_format(compute_dtypes(model)) is BFLOAT16
-    return f"mixed_{(BFLOAT16 if is_bfloat16 else FLOAT16).name}"
+def _planned_dtype(part: Part, plan: Plan, compute_dtype: str) -> str:
+    """Returns the compute dtype of a part after the conversion."""
+    is_input = isinstance(part.operation, keras.layers.InputLayer)
+    has_dtypes = part.is_layer and not is_passthrough(part.operation)
+    is_lookup = has_dtypes and not keras.backend.is_float_dtype(compute_dtype)
+    if is_input or is_lookup:
+        return compute_dtype
+    if plan.policy_of(part.path) == FLOAT32.name:
+        return FLOAT32.name
+    return plan.compute_dtype if has_dtypes else FOLLOWS_INPUTS
 
 
 def _with_statistics(
-    rows: list[Row], model: keras.Model, plan: Plan, batch: Any, operations: Operations
-) -> tuple[list[Row], tuple[FormatErrors, ...]]:
+    rows: list[AuditRow], model: keras.Model, plan: Plan, batch: Any, operations: Operations
+) -> tuple[list[AuditRow], tuple[FormatErrors, ...]]:
     """Returns rows with the statistics of a batch, and the errors of the outputs by format."""
     check_not_float64(model)
     passes = inference_passes(model, operations, batch)
@@ -136,13 +176,13 @@ def _with_statistics(
     by_format = _passes_by_format(passes, plan, batch)
     name, result = next(by_format)
     candidate = statistics_of(result)
-    rows = [_compared(row, reference, candidate, FORMATS_16_BIT[name]) for row in rows]
+    rows = [_measured(row, reference, candidate, FORMATS_16_BIT[name]) for row in rows]
     formats = [_errors_in(name, reference, candidate)]
     # The code of a custom layer may not take the other format.
     with contextlib.suppress(ValueError):
         for name, result in by_format:
             candidate = statistics_of(result)
-            rows = [_compared_in_other(row, reference, candidate) for row in rows]
+            rows = [_measured(row, reference, candidate) for row in rows]
             formats.append(_errors_in(name, reference, candidate))
     outputs = reference.get("")
     is_comparable = outputs is not None and outputs.is_finite
@@ -169,38 +209,28 @@ def _passes_by_format(passes: Passes, plan: Plan, batch: Any) -> Iterator[tuple[
         yield name, inference_passes(clone, operations, batch).in_own_precision()
 
 
-def _compared(
-    row: Row, reference: Statistics, candidate: Statistics, number_format: FloatFormat
-) -> Row:
-    """Returns a row with what a pass of the candidate shows."""
+def _measured(
+    row: AuditRow,
+    reference: Statistics,
+    candidate: Statistics,
+    number_format: FloatFormat | None = None,
+) -> AuditRow:
+    """Returns a row with what a pass shows: of the candidate in its format, or in the other one."""
     exact, rounded = reference.get(row.path), candidate.get(row.path)
     if exact is None or rounded is None:
         return row
+    error = rounded.relative_error(exact)
+    overflows = exact.is_finite and not rounded.is_finite
+    if number_format is None:
+        return replace(row, other_relative_error=error, overflows_in_other=overflows)
     return replace(
         row,
         amax=exact.amax,
         overflow_share=exact.overflow_share(number_format),
         underflow_share=exact.underflow_share(number_format),
-        relative_error=_error(exact, rounded),
-        overflows=exact.is_finite and not rounded.is_finite,
+        relative_error=error,
+        overflows=overflows,
     )
-
-
-def _compared_in_other(row: Row, reference: Statistics, candidate: Statistics) -> Row:
-    """Returns a row with what a pass in the other format shows."""
-    exact, rounded = reference.get(row.path), candidate.get(row.path)
-    if exact is None or rounded is None:
-        return row
-    return replace(
-        row,
-        other_relative_error=_error(exact, rounded),
-        overflows_in_other=exact.is_finite and not rounded.is_finite,
-    )
-
-
-def _error(exact: ActivationStatistics, rounded: ActivationStatistics) -> float | None:
-    are_finite = exact.is_finite and rounded.is_finite
-    return rounded.relative_error(exact) if are_finite else None
 
 
 def _errors_in(name: str, reference: Statistics, candidate: Statistics) -> FormatErrors:
@@ -211,29 +241,11 @@ def _errors_in(name: str, reference: Statistics, candidate: Statistics) -> Forma
     exact, rounded = reference.get(""), candidate.get("")
     if exact is None or rounded is None:
         return FormatErrors(name, None)
-    return FormatErrors(name, _error(exact, rounded))
+    return FormatErrors(name, rounded.relative_error(exact))
 
 
-def _conversion_error(model: keras.Model, parts: list[Part], plan: Plan, is_converted: bool) -> str:
-    """Returns the message of the error that `convert` raises for a model; empty if it does not."""
-    if is_quantized(model):
-        return ""
-    classes = {type(model), *(type(part.operation) for part in parts)}
-    has_custom_classes = any(
-        not is_keras_class(cls) and not cls.__module__.startswith("kmp.") for cls in classes
-    )
-    try:
-        check_not_float64(model)
-        # Nothing but a rebuilt model shows whether the configs of custom classes suffice.
-        if has_custom_classes and not is_converted:
-            clone_model(model, parts, plan)
-    except ValueError as error:
-        return str(error)
-    return ""
-
-
-def _notes(model: keras.Model) -> Iterator[str]:
-    """Yields a sentence for each output of the model that is in 16 bits."""
+def _notes(model: keras.Model, promoted: Iterable[Place]) -> Iterator[str]:
+    """Yields a sentence for each output in 16 bits, and for each operation that is promoted."""
     for operation in dict.fromkeys(output_operations(model)):
         dtype = _output_dtype(operation)
         is_layer = isinstance(operation, keras.Layer)
@@ -246,43 +258,15 @@ def _notes(model: keras.Model) -> Iterator[str]:
             f"The output of {operation.name!r} is {dtype}, as is what `predict` returns. For"
             f" float32, {remedy}."
         )
-
-
-def _row(part: Part, plan: Plan, keeps_dtypes: bool) -> Row:
-    layer: Any = part.operation
-    rule, reason = part.rule, plan.float32.get(part.path, part.rule.reason)
-    has_dtypes = part.is_layer and not is_passthrough(layer)
-    output_dtype = _output_dtype(layer)
-    compute_dtype = layer.compute_dtype if has_dtypes else output_dtype or ""
-    planned_dtype = compute_dtype if keeps_dtypes else _planned_dtype(part, plan, compute_dtype)
-    return Row(
-        path=part.path,
-        class_name=type(layer).__name__,
-        compute_dtype=compute_dtype,
-        variable_dtype=layer.variable_dtype if has_dtypes else None,
-        output_dtype=output_dtype,
-        category=rule.category_in(plan.compute_dtype),
-        reason=reason,
-        source=rule.source if reason == rule.reason else "",
-        planned_dtype=planned_dtype,
-        tensor_cores=() if planned_dtype == FLOAT32.name else tuple(unaligned_dimensions(layer)),
-    )
-
-
-def _planned_dtype(part: Part, plan: Plan, compute_dtype: str) -> str:
-    """Returns the compute dtype of a part after the conversion."""
-    is_input = isinstance(part.operation, keras.layers.InputLayer)
-    has_dtypes = part.is_layer and not is_passthrough(part.operation)
-    is_lookup = has_dtypes and not keras.backend.is_float_dtype(compute_dtype)
-    if is_input or is_lookup:
-        return compute_dtype
-    if plan.policy_of(part.path) == FLOAT32.name:
-        return FLOAT32.name
-    return plan.compute_dtype if has_dtypes else FOLLOWS_INPUTS
+    for place in promoted:
+        yield (
+            f"{place} computes in float32, because one operand is float32. For {place.dtype}, cast"
+            " that operand."
+        )
 
 
 def _output_dtype(operation: keras.Operation) -> str | None:
-    # None if it was never called in a graph.
+    # An operation that was never called in a graph has no `output`.
     outputs = keras.tree.flatten(getattr(operation, "output", []))
     dtypes = {keras.backend.standardize_dtype(tensor.dtype) for tensor in outputs}
     return ", ".join(sorted(dtypes)) or None

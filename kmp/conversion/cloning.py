@@ -14,7 +14,7 @@ from kmp.conversion.config_references import References
 from kmp.conversion.layer_state import Pair, copy_state
 from kmp.conversion.model_parts import Part, children_of, has_float_dtype
 from kmp.conversion.plan import Plan
-from kmp.conversion.rebuilding import Task, way_of
+from kmp.conversion.rebuilding import Rebuilder
 from kmp.layers.float32_classes import only_in_float32
 from kmp.layers.float32_rules import reason_for_float32
 from kmp.layers.fused_calls import use_call_of_keras, use_fused_call
@@ -98,8 +98,8 @@ class _Cloning:
         self._plan = plan
         self._removed = removed
         self._clones: dict[int, keras.Operation] = {}
-        self._connected: set[int] = set()  # the models whose layers were connected again
         self._references = References()
+        self._rebuilder = Rebuilder(plan is None, self._references, self._clone_of)
         self._has_failed = False
 
     def path_of(self, original: keras.Operation) -> str:
@@ -115,25 +115,16 @@ class _Cloning:
         """Returns the clone of a layer, operation or model, which is created at the first call."""
         if id(original) not in self._clones:
             try:
-                self._clones[id(original)] = self._create(original)
+                clone = self._rebuilder.rebuilt(original, self._policy_of(original))
+                if id(original) not in self._rebuilder.connected:
+                    self.set_policies(self.pairs(original, clone))
             except Exception as error:
                 if self._has_failed:  # a layer inside, which the error names
                     raise
                 self._has_failed = True
                 raise ValueError(_clone_error_message(original, error)) from error
+            self._clones[id(original)] = clone
         return self._clones[id(original)]
-
-    def _create(self, original: keras.Operation) -> keras.Operation:
-        is_to_float32 = self._plan is None
-        policy = self._policy_of(original)
-        task = Task(original, policy, is_to_float32, self._references, self._clone_of)
-        way = way_of(task)
-        clone = way.rebuild(task)
-        if way.connects:
-            self._connected.add(id(original))
-        else:
-            self.set_policies(self.pairs(original, clone))
-        return clone
 
     def pairs(self, original: Any, clone: Any) -> Iterator[Pair]:
         """Yields an original and its clone, then those of its sublayers.
@@ -158,35 +149,33 @@ class _Cloning:
         """Returns the direct sublayers of an original and its clone."""
         if not isinstance(before, keras.Layer):
             return []
-        # `to_float32` replaced it by the layer that it wraps.
+        # `to_float32` replaces it by the layer that it wraps.
         if isinstance(before, layers.Float32) and not isinstance(after, layers.Float32):
             return [(before.layer, after)]
         children = children_of(before)
-        if id(before) not in self._connected:
+        if id(before) not in self._rebuilder.connected:
             return zip(children, children_of(after), strict=False)  # `build` may create some later
-        # Others are not called; and two may have one clone.
+        # A layer that is not called has no clone, and two layers may have one clone.
         called = [child for child in children if id(child) in self._clones]
         return [(child, self._clones[id(child)]) for child in called]
 
     def set_policies(self, pairs: Iterable[Pair]) -> None:
         """Sets the plan's policies on clones, which may have created sublayers themselves.
 
-        A policy of 16 bits is set only on what the user removed from the plan: others have it, or
-        their class chose another one.
+        A policy of 16 bits is set only on what the user removed from the plan: others have that
+        policy, or their class chose another one.
         """
         for before, after in pairs:
             if not has_float_dtype(after):
                 continue
             policy = self._policy_of(before)
-            is_set = policy == FLOAT32.name or self._is_removed(before)
+            path = self.path_of(before)
+            is_set = policy == FLOAT32.name or path in self._removed
+            # A sublayer with weights is removed with the layer around it.
+            if not is_set and not self._removed.isdisjoint(path_and_parents(path)):
+                is_set = bool(before.weights)
             if is_set and after.compute_dtype != policy.removeprefix("mixed_"):
                 after.dtype_policy = policy
-
-    def _is_removed(self, original: Any) -> bool:
-        """Whether the user removed a layer from the plan, or a layer around it that has weights."""
-        path = self.path_of(original)
-        is_inside = not self._removed.isdisjoint(path_and_parents(path))
-        return path in self._removed or (is_inside and bool(original.weights))
 
     def _policy_of(self, original: keras.Operation) -> str:
         is_always_float32 = isinstance(original, layers.Float32 | layers.Softmax)

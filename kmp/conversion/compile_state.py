@@ -12,7 +12,7 @@ from kmp.optimizer import LossScaleOptimizer
 from kmp.scaling import FixedScale
 from kmp.utils import user_messages
 
-# It records a float32 model's gradients; float16 gradients would underflow with it.
+# The scale that records a float32 model's gradients. With it, float16 gradients would underflow.
 _UNIT_SCALE = FixedScale(1.0)
 
 
@@ -20,14 +20,14 @@ def transfer_compile_state(original: keras.Model, converted: keras.Model, scale_
     """Compiles a converted model like the original, if that is compiled.
 
     Copies the state of its optimizer. Warns if the model cannot be compiled or the state does not
-    fit. Without `scale_loss`, a loss scale is removed.
+    fit. If `scale_loss` is false, a loss scale is removed.
     """
     if not original.compiled:
         return
     with original.distribute_strategy.scope():
         try:
             _compile(original, converted, scale_loss)
-        # Keras raises the last without a `get_config`.
+        # Keras raises the last of these without a `get_config`.
         except (TypeError, ValueError, NotImplementedError) as error:
             reason = user_messages.one_line(error)
             user_messages.warn(
@@ -43,32 +43,16 @@ def _compile(original: keras.Model, converted: keras.Model, scale_loss: bool) ->
     if not is_keras_class(defining_class(type(original), "compile")):
         raise ValueError("its class overrides `compile`")
     arguments = dict(keras_internals.compile_arguments(original))
-    for name in ("metrics", "weighted_metrics"):  # each model has its own state
-        arguments[name] = keras.tree.map_structure(_clone_metric, arguments[name])
+
+    def metric_of_clone(metric: Any) -> Any:  # a metric, whose state is of one model, or its name
+        is_object = isinstance(metric, keras.Metric)
+        return type(metric).from_config(metric.get_config()) if is_object else metric
+
+    for name in ("metrics", "weighted_metrics"):
+        arguments[name] = keras.tree.map_structure(metric_of_clone, arguments[name])
     if arguments["optimizer"] is not None:
         arguments["optimizer"] = _clone_optimizer(arguments["optimizer"], scale_loss)
     converted.compile(**arguments, auto_scale_loss=False)
-
-
-def _clone_metric(metric: Any) -> Any:
-    """Returns a new metric like a given one; a name or function is returned as it is."""
-    if not isinstance(metric, keras.Metric):
-        return metric
-    return type(metric).from_config(metric.get_config())
-
-
-def _copy_optimizer_state(original: keras.Model, converted: keras.Model) -> None:
-    converted.optimizer.build(converted.trainable_variables)
-    sources = keras_internals.optimizer_state(_unwrapped(original.optimizer))
-    targets = keras_internals.optimizer_state(_unwrapped(converted.optimizer))
-    if [variable.shape for variable in sources] != [variable.shape for variable in targets]:
-        user_messages.warn(
-            f"The optimizer of {converted.name!r} starts with fresh state: the original optimizer"
-            " was built on different variables."
-        )
-        return
-    for source, target in zip(sources, targets, strict=True):
-        target.assign(source)
 
 
 def _clone_optimizer(
@@ -90,6 +74,20 @@ def _clone_optimizer(
         wrapped.name = original.name
         return wrapped
     return rewrap(clone, original)
+
+
+def _copy_optimizer_state(original: keras.Model, converted: keras.Model) -> None:
+    converted.optimizer.build(converted.trainable_variables)
+    sources = keras_internals.optimizer_state(_unwrapped(original.optimizer))
+    targets = keras_internals.optimizer_state(_unwrapped(converted.optimizer))
+    if [variable.shape for variable in sources] != [variable.shape for variable in targets]:
+        user_messages.warn(
+            f"The optimizer of {converted.name!r} starts with fresh state: the original optimizer"
+            " was built on different variables."
+        )
+        return
+    for source, target in zip(sources, targets, strict=True):
+        target.assign(source)
 
 
 def _unwrapped(optimizer: keras.optimizers.Optimizer) -> keras.optimizers.Optimizer:

@@ -14,7 +14,7 @@ import keras
 from kmp.backend.keras_internals import defining_class
 from kmp.conversion.model_parts import Config, children_of
 
-# Their `from_config` passes all values to `__init__`, without deserialization.
+# The `from_config` of these passes all values to `__init__`, without deserialization.
 _WITHOUT_DESERIALIZATION = (keras.Operation, keras.Layer, keras.Model)
 
 
@@ -57,9 +57,9 @@ def referring_config(
 ) -> Config:
     """Returns the config of a layer with references in it.
 
-    Settings such as initializers, which may be unregistered too, are those of the layer like
-    functions. A class with its own `from_config` deserializes references there; another one gets
-    the objects.
+    Functions, and objects without state that are called like functions, such as initializers, are
+    those of the layer. A class with its own `from_config` deserializes references there; another
+    one gets the objects.
 
     Args:
         layer: The layer.
@@ -71,24 +71,15 @@ def referring_config(
     deserializes = defining_class(type(layer), "from_config") not in _WITHOUT_DESERIALIZATION
     result: Config = {}
     for key, value in config.items():
-        setting = _stateless_setting(layer, key, value)
-        if setting is None:
+        held = value
+        if isinstance(value, str | dict):
+            held = getattr(layer, key, getattr(layer, f"_{key}", None))
+        has_state = inspect.ismethod(held) or isinstance(held, keras.Layer | keras.Metric | type)
+        if not callable(held) or has_state:
             result[key] = sublayers.replaced_in(value)
         else:
-            result[key] = references.to(setting) if deserializes else setting
+            result[key] = references.to(held) if deserializes else held
     return result
-
-
-def _stateless_setting(layer: keras.Layer, key: str, value: Any) -> Any:
-    """Returns the function that a layer has under a key of its config; `None` if it has none.
-
-    Also an object without state that is called like a function, such as an initializer.
-    """
-    held = value
-    if isinstance(value, str | dict):
-        held = getattr(layer, key, getattr(layer, f"_{key}", None))
-    has_state = inspect.ismethod(held) or isinstance(held, keras.Layer | keras.Metric | type)
-    return held if callable(held) and not has_state else None
 
 
 class _Sublayers:
@@ -115,14 +106,15 @@ class _Sublayers:
         described = self._described_by(value)
         if described is None:
             return {key: self.replaced_in(item) for key, item in value.items()}
-        # Those of a layer in the graph of a model, with which the model connects it.
+        # A model connects the layers of its graph with these.
         connections = {key: value[key] for key in ("name", "inbound_nodes") if key in value}
         return connections | self._references.to(self._clone_of(described))
 
     def _described_by(self, config: Config) -> keras.Operation | None:
-        """Returns the sublayer that a config describes; `None` for any other dictionary.
+        """Returns the sublayer that a config describes; `None` if it describes none.
 
-        In order, if several have one name; the same again, if a config has it twice.
+        If several have one name, they are taken in order. One that a config has twice is found
+        twice.
         """
         settings = config.get("config")
         if "class_name" not in config or not isinstance(settings, dict):

@@ -99,7 +99,13 @@ def convert(
     check_not_float64(model)
     _log_what_cannot_be_set(parts, plan)
     if batch is None:
-        _log_unknown_ranges(parts, plan)
+        paths = unknown_ranges(parts, plan)
+        if paths:
+            logger.warning(
+                "Whether these overflow float16 depends on the data: %s. Pass `batch` to"
+                " kmp.convert, and those that overflow with it stay float32.",
+                paths,
+            )
         converted, _ = clone_model(model, parts, plan)
     else:
         converted = clone_without_overflow(model, parts, plan, batch)
@@ -170,13 +176,3 @@ def _log_what_cannot_be_set(parts: list[Part], plan: Plan) -> None:
                 type(part.parent).__name__,
                 part.rule.reason,
             )
-
-
-def _log_unknown_ranges(parts: list[Part], plan: Plan) -> None:
-    paths = unknown_ranges(parts, plan)
-    if paths:
-        logger.warning(
-            "Whether these overflow float16 depends on the data: %s. Pass `batch` to kmp.convert,"
-            " and those that overflow with it stay float32.",
-            paths,
-        )

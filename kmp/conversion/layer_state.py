@@ -30,7 +30,13 @@ def copy_state(original: keras.Model, clone: keras.Model, pairs: list[Pair]) -> 
     for before, after in layer_pairs:
         if before.trainable != after.trainable:
             after.trainable = before.trainable
-    _check_variables(original, clone)
+    shapes = [variable.shape for variable in original.variables]
+    if shapes != [variable.shape for variable in clone.variables]:
+        raise ValueError(
+            f"{type(original).__name__} {original.name!r} rebuilt from its config has different"
+            " variables: its `get_config`, or that of one of its layers, does not return all"
+            " arguments of its `__init__`."
+        )
     for before, after in layer_pairs:
         _copy_other_state(before, after)
     # Last: `save_own_variables` may return weights with LoRA's merged into them, and these must be
@@ -41,21 +47,21 @@ def copy_state(original: keras.Model, clone: keras.Model, pairs: list[Pair]) -> 
             target.trainable = source.trainable
 
 
-def _check_variables(original: keras.Model, clone: keras.Model) -> None:
-    shapes = [variable.shape for variable in original.variables]
-    if shapes != [variable.shape for variable in clone.variables]:
-        raise ValueError(
-            f"{type(original).__name__} {original.name!r} rebuilt from its config has different"
-            " variables: its `get_config`, or that of one of its layers, does not return all"
-            " arguments of its `__init__`."
-        )
-
-
 def _copy_other_state(before: keras.Layer, after: keras.Layer) -> None:
     """Copies the state of a layer that is not in its variables, or that it saves in its own way."""
     for source, target in zip(rnn_states(before), rnn_states(after), strict=True):
         target.assign(source)
-    _copy_tensorflow_variables(before, after)
+    # Variables that are TensorFlow's, which Keras does not know.
+    sources, targets = tensorflow_variables(before), tensorflow_variables(after)
+    if [source.shape for source in sources] == [target.shape for target in targets]:
+        for source, target in zip(sources, targets, strict=True):
+            target.assign(source)
+    else:
+        user_messages.warn(
+            f"The variables of TensorFlow in {type(before).__name__} {before.name!r} are not copied"
+            " to the new model: the layer that its `get_config` returns has others."
+        )
+    # What the methods of a custom layer save.
     if type(before).load_own_variables is not keras.Layer.load_own_variables:
         store: dict[str, Any] = {}
         before.save_own_variables(store)
@@ -65,15 +71,3 @@ def _copy_other_state(before: keras.Layer, after: keras.Layer) -> None:
         with tempfile.TemporaryDirectory() as folder:
             before.save_assets(folder)
             after.load_assets(folder)
-
-
-def _copy_tensorflow_variables(before: keras.Layer, after: keras.Layer) -> None:
-    sources, targets = tensorflow_variables(before), tensorflow_variables(after)
-    if [source.shape for source in sources] != [target.shape for target in targets]:
-        user_messages.warn(
-            f"The variables of TensorFlow in {type(before).__name__} {before.name!r} are not copied"
-            " to the new model: the layer that its `get_config` returns has others."
-        )
-        return
-    for source, target in zip(sources, targets, strict=True):
-        target.assign(source)

@@ -41,12 +41,14 @@ class ActivationStatistics:
         flushed = (self._magnitudes > 0) & (self._magnitudes <= largest_flushed)
         return float(flushed.sum() / max(self._magnitudes.size, 1))
 
-    def relative_error(self, reference: "ActivationStatistics") -> float:
+    def relative_error(self, reference: "ActivationStatistics") -> float | None:
         """Returns the L2 norm of the difference divided by that of the reference.
 
-        NaN if the shapes differ. A replay judges by another error, which is relative to how outputs
-        vary between examples.
+        `None` if either has NaN or Inf, and NaN if the shapes differ. A replay judges by another
+        error, which is relative to how outputs vary between examples.
         """
+        if not self.is_finite or not reference.is_finite:
+            return None
         shapes = [value.shape for value in self.values]
         if shapes != [value.shape for value in reference.values]:
             return float("nan")

@@ -44,8 +44,9 @@ class Part:
             `keras.ops.exp(x)`.
         parent: The model, nested model, wrapper or layer that directly contains it.
         rule: Its precision rule.
-        is_planned: Whether a plan decides its dtype. Not for input layers, sublayers that Keras'
-            own layers create, and operations that custom code creates, which no config contains.
+        is_planned: Whether a plan decides its dtype. It does not for input layers, sublayers that
+            Keras' own layers create, and operations that custom code creates, which no config
+            contains.
         obstacle: Why its dtype policy cannot be set, although a plan may name it; may be empty.
     """
 
@@ -77,25 +78,24 @@ def parts_of(model: keras.Model, policy: str = "mixed_float16") -> list[Part]:
     def walk(
         parent: keras.Layer, parent_config: Config | None, prefix: str, is_created_by_keras: bool
     ) -> None:
-        children, is_of_keras = children_of(parent), is_keras_class(type(parent))
+        children = children_of(parent)
+        names = unique_names(child.name for child in children)
+        is_of_keras = is_keras_class(type(parent))
         # Sublayers whose configs are in that of their parent are not created in custom code.
         is_in_config = is_of_keras or "layers" in (parent_config or {})
         is_created_by_keras |= is_of_keras and not isinstance(parent, (keras.Model, *WRAPPERS))
-        for name, operation in zip(
-            unique_names(child.name for child in children), children, strict=True
-        ):
+        for name, operation in zip(names, children, strict=True):
             if id(operation) in parts:
                 continue
-            is_layer, is_input = (
-                isinstance(operation, keras.Layer),
-                isinstance(operation, keras.layers.InputLayer),
-            )
+            is_layer = isinstance(operation, keras.Layer)
+            is_input = isinstance(operation, keras.layers.InputLayer)
             is_planned = (is_layer or is_in_config) and not (is_input or is_created_by_keras)
             if is_created_by_keras:
                 rule = OpRule(FOLLOWS_INPUTS, f"uses the dtype of {parent.name}, which creates it")
             else:
                 rule = rule_for(operation, policy)
-            config, obstacle = _config_of_custom(operation), ""
+            config = _config_of_custom(operation)
+            obstacle = ""
             # The policy of a model can be set, and that of a sublayer that a custom layer creates
             # in code: without a `dtype`, it uses the global policy.
             if is_planned and config is not None and not isinstance(operation, keras.Model):
@@ -103,11 +103,10 @@ def parts_of(model: keras.Model, policy: str = "mixed_float16") -> list[Part]:
                     obstacle = "its config has no `dtype`, so its policy cannot be set"
                 elif is_in_config and "dtype" in refused_arguments(operation):
                     obstacle = "its `__init__` takes no `dtype`, so its policy cannot be set"
-            parts[id(operation)] = Part(
-                prefix + name, operation, parent, rule, is_planned, obstacle
-            )
+            path = prefix + name
+            parts[id(operation)] = Part(path, operation, parent, rule, is_planned, obstacle)
             if is_layer:
-                walk(operation, config, f"{prefix}{name}/", is_created_by_keras)
+                walk(operation, config, f"{path}/", is_created_by_keras)
 
     walk(model, _config_of_custom(model), "", False)
     return list(parts.values())
@@ -116,7 +115,7 @@ def parts_of(model: keras.Model, policy: str = "mixed_float16") -> list[Part]:
 def _config_of_custom(operation: keras.Operation) -> Config | None:
     """Returns the config of a layer that is not Keras' own.
 
-    `None` if its code raises an error, which cloning the model reports.
+    It is `None` if its code raises an error, which cloning the model reports.
     """
     if is_keras_class(type(operation)) or not isinstance(operation, keras.Layer):
         return None
@@ -131,7 +130,7 @@ def config_of(layer: keras.Layer) -> Config:
     held = (value for sublayer in sublayers(layer) for value in vars(sublayer).values())
     if not any(getattr(value, "__name__", "") == "<lambda>" for value in held):
         return layer.get_config()
-    # It changes global state, which two threads would not restore.
+    # The filter is global state, which two threads would not restore.
     with _warnings_lock, warnings.catch_warnings():
         warnings.filterwarnings("ignore", "The object being serialized includes a `lambda`")
         return layer.get_config()
@@ -146,7 +145,7 @@ def children_of(parent: keras.Layer) -> list[keras.Operation]:
 def output_operations(model: keras.Model) -> Iterator[keras.Operation]:
     """Yields the operations that produce a model's outputs.
 
-    None for a subclassed model, which Keras does not trace.
+    Keras does not trace a subclassed model: there are none.
     """
     for tensor in keras_internals.graph_tensors(model, "outputs"):
         operation = keras_internals.producer_of(tensor)
@@ -207,7 +206,7 @@ def refused_arguments(layer: keras.Layer) -> set[str]:
     """Returns which of `name`, `trainable` and `dtype` the `__init__` of a layer does not take.
 
     `keras.Layer.get_config` returns all three, and Keras' `from_config` passes them to `__init__`.
-    Empty if the class has its own `from_config`, which may omit them.
+    There are none if the class has its own `from_config`, which may omit them.
     """
     if is_graph(layer) or not is_keras_class(defining_class(type(layer), "from_config")):
         return set()

@@ -21,7 +21,7 @@ logger = logging.getLogger("kmp")
 def clone_without_overflow(
     model: keras.Model, parts: list[Part], plan: Plan, batch: Any
 ) -> keras.Model:
-    """Clones a model by a plan and what has to be float32 in addition, which is logged.
+    """Clones a model by a plan, with what else has to be float32, which is logged.
 
     Args:
         model: A float32 model.
@@ -35,7 +35,7 @@ def clone_without_overflow(
         logger.warning(
             "With this batch the outputs of %r have NaN or Inf in float32 too.", model.name
         )
-    # With weights in float32: what these are in 16 bits, a pass in float32 cannot undo.
+    # The trial has weights in float32: a pass in float32 cannot undo their rounding to 16 bits.
     trial = Plan(f"mixed_{plan.compute_dtype}", plan.float32)
     clone, operations = clone_model(model, parts, trial)
     passes = inference_passes(clone, operations, batch)
@@ -48,8 +48,11 @@ def clone_without_overflow(
         try:
             result = inference_passes(clone, operations, batch).in_own_precision()
             break
-        except ValueError:  # code of the user's may need the layer around it in float32 too
-            around = _around(additions, parts)
+        except ValueError:
+            # Custom code may need the layer around it in float32 too.
+            planned_path = _planned_paths(parts)
+            parent = {part.path: planned_path[part.parent_path] for part in parts}
+            around = {parent[path] or path: reason for path, reason in additions.items()}
             if around == additions:
                 raise
             additions = around
@@ -62,27 +65,13 @@ def clone_without_overflow(
     return clone
 
 
-def _around(additions: Mapping[str, str], parts: list[Part]) -> dict[str, str]:
-    """Returns the layers around those that are to be float32, by path, with the reasons."""
-    planned_path = _planned_paths(parts)
-    parent = {part.path: planned_path[part.parent_path] for part in parts}
-    return {parent[path] or path: reason for path, reason in additions.items()}
-
-
-def _overflowed(result: PassResult, exact: PassResult) -> list[str]:
-    """Returns the paths with NaN or Inf in the outputs of a pass, but not in float32."""
-    known, nonfinite = exact.marks.outputs, exact.marks.nonfinite
-    overflowed = [path for path in result.marks.nonfinite if path not in nonfinite]
-    return [path for path in overflowed if known.get(path)]
-
-
 def _additions(
     passes: Passes, result: PassResult, exact: PassResult, plan: Plan, parts: list[Part]
 ) -> dict[str, str]:
     """Returns by path what has to be float32 besides a plan, with the reasons.
 
-    All whose float32 outputs exceed the range of 16 bits, and what a search finds for NaN and Inf
-    that begin inside of others.
+    That is all whose float32 outputs exceed the range of 16 bits, and what a search finds for NaN
+    and Inf that begin inside of others.
     """
     overflowed = _overflowed(result, exact)
     if not overflowed:
@@ -126,7 +115,7 @@ def _choices(passes: Passes, plan: Plan, parts: list[Part]) -> Choices:
     found: dict[str, keras.Operation] = {}
     for part in parts:
         operation = operations.get(part.path)
-        if operation is None or not part.is_planned:  # without a clone, it is never called
+        if operation is None or not part.is_planned:  # what is never called has no clone
             continue
         computes = not (part.is_layer and is_passthrough(part.operation))
         if computes and plan.policy_of(part.path) != FLOAT32.name:
@@ -137,7 +126,7 @@ def _choices(passes: Passes, plan: Plan, parts: list[Part]) -> Choices:
 def _chosen(
     passes: Passes, exact: PassResult, choices: Choices, out_of_range: Sequence[str]
 ) -> list[str]:
-    """Returns the choices with which nothing overflows; without such, those out of range."""
+    """Returns the choices with which nothing overflows; if there are none, those out of range."""
 
     def is_sound(result: PassResult) -> bool:
         return not _overflowed(result, exact)
@@ -152,3 +141,10 @@ def _chosen(
         with_first, is_sound, exact, replace(choices, operations=others)
     )
     return [*out_of_range, *search.layers]
+
+
+def _overflowed(result: PassResult, exact: PassResult) -> list[str]:
+    """Returns the paths with NaN or Inf in the outputs of a pass, but not in float32."""
+    known, nonfinite = exact.marks.outputs, exact.marks.nonfinite
+    overflowed = [path for path in result.marks.nonfinite if path not in nonfinite]
+    return [path for path in overflowed if known.get(path)]

@@ -5,7 +5,7 @@ A plan can be saved, reviewed, edited and applied.
 
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from typing import Any
@@ -22,6 +22,7 @@ from kmp.utils.names import path_and_parents
 
 CONVERSION_POLICIES = ("mixed_float16", "mixed_bfloat16", "float16", "bfloat16")
 
+_SELECTED = "selected by keep_float32"
 _AROUND = "wraps {path}"
 
 
@@ -122,52 +123,6 @@ def _without_repeated_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return result
 
 
-@dataclass(frozen=True)
-class _Facts:
-    """What the reasons of a plan need to know besides the layer or operation itself.
-
-    Args:
-        compute_dtype: The 16-bit dtype of the plan.
-        requested: The paths that the user selects.
-        outputs: The ids of the operations that produce outputs of the model.
-        output_inside: By the path of a layer that uses an output layer, such as a tied embedding,
-            the path of the output layer.
-    """
-
-    compute_dtype: str
-    requested: set[str]
-    outputs: set[int]
-    output_inside: dict[str, str]
-
-
-def _obstacle(part: Part, facts: _Facts) -> str:
-    return part.obstacle
-
-
-def _is_selected(part: Part, facts: _Facts) -> str:
-    return "selected by keep_float32" if part.path in facts.requested else ""
-
-
-def _has_rule(part: Part, facts: _Facts) -> str:
-    return part.rule.reason if part.rule.category == NEEDS_FLOAT32 else ""
-
-
-def _is_output(part: Part, facts: _Facts) -> str:
-    if id(part.operation) not in facts.outputs:
-        return ""
-    bits = FORMATS_16_BIT[facts.compute_dtype].fraction_bits + 1
-    return f"model output: {facts.compute_dtype} would round it to {bits} bits"
-
-
-def _uses_output(part: Part, facts: _Facts) -> str:
-    inside = facts.output_inside.get(part.path)
-    return _AROUND.format(path=inside) if inside else ""
-
-
-# Why a part stays float32, whatever its inputs. The first that applies is the reason.
-_REASONS = (_obstacle, _is_selected, _has_rule, _is_output, _uses_output)
-
-
 def make_plan(model: keras.Model, parts: list[Part], policy: str, keep_float32: Any = None) -> Plan:
     """Returns the plan of kmp's precision rules for a model.
 
@@ -177,35 +132,40 @@ def make_plan(model: keras.Model, parts: list[Part], policy: str, keep_float32: 
         policy: A 16-bit policy.
         keep_float32: What the user selects in addition, as in `convert`.
     """
-    empty = Plan(policy)
+    dtype = Plan(policy).compute_dtype
     planned = [part for part in parts if part.is_planned]
+    requested = _selected_paths(planned, keep_float32)
     outputs = {id(operation) for operation in output_operations(model)}
-    facts = _Facts(
-        compute_dtype=empty.compute_dtype,
-        requested=_selected_paths(planned, keep_float32),
-        outputs=outputs,
-        output_inside=_layers_around(planned, outputs),
-    )
+    # The layers, not models, that directly contain an output layer, such as a tied embedding.
+    output_inside: dict[str, str] = {}
+    for part in planned:
+        if id(part.operation) in outputs and not isinstance(part.parent, keras.Model):
+            output_inside.setdefault(part.parent_path, part.path)
+
+    # What stays float32 whatever its inputs. The first reason that applies is shown.
     float32: dict[str, str] = {}
     for part in planned:
-        reasons = (find(part, facts) for find in _REASONS)
-        first = next(filter(None, reasons), "")
-        if first:
-            float32[part.path] = first
+        if part.obstacle:
+            reason = part.obstacle
+        elif part.path in requested:
+            reason = _SELECTED
+        elif part.rule.category == NEEDS_FLOAT32:
+            reason = part.rule.reason
+        elif id(part.operation) in outputs:
+            bits = FORMATS_16_BIT[dtype].fraction_bits + 1
+            reason = f"model output: {dtype} would round it to {bits} bits"
+        elif part.path in output_inside:
+            reason = _AROUND.format(path=output_inside[part.path])
+        else:
+            continue
+        float32[part.path] = reason
+
+    # What is float32 because of others.
     for path, reason in amplified_paths(planned):
         float32.setdefault(path, reason)
     for path in _paths_with_float32_inputs(model, planned, float32):
         float32[path] = "all its inputs are float32"
-    return _completed(replace(empty, float32=float32), parts)
-
-
-def _layers_around(parts: list[Part], outputs: set[int]) -> dict[str, str]:
-    """Returns the layers, not models, that directly contain an output layer, each with its path."""
-    around: dict[str, str] = {}
-    for part in parts:
-        if id(part.operation) in outputs and not isinstance(part.parent, keras.Model):
-            around.setdefault(part.parent_path, part.path)
-    return around
+    return _completed(Plan(policy, float32), parts)
 
 
 def _paths_with_float32_inputs(
@@ -226,21 +186,15 @@ def _paths_with_float32_inputs(
     for part in parts:
         if part.path in float32 or part.rule.category != FOLLOWS_INPUTS:
             continue
-        if not _gets_float32(part.operation, float32_ids):
+        calls = keras_internals.calls_of(part.operation)
+        tensors = [tensor for call in calls for tensor in call.input_tensors]
+        sources = map(keras_internals.producer_of, tensors)
+        if not tensors or not all(_is_float32(source, float32_ids) for source in sources):
             continue
         float32_ids.add(id(part.operation))
         # Operations, and layers with integer or string dtypes, need no entry in the plan.
         if part.is_layer and keras.backend.is_float_dtype(part.operation.compute_dtype):
             yield part.path
-
-
-def _gets_float32(operation: keras.Operation, float32_ids: set[int]) -> bool:
-    """Whether an operation has inputs, and gets all of them in float32, in all its calls."""
-    tensors: list[keras.KerasTensor] = []
-    for call in keras_internals.calls_of(operation):
-        tensors += call.input_tensors
-    sources = map(keras_internals.producer_of, tensors)
-    return bool(tensors) and all(_is_float32(source, float32_ids) for source in sources)
 
 
 def _is_float32(source: keras.Operation, float32_ids: set[int]) -> bool:
@@ -254,7 +208,7 @@ def _is_float32(source: keras.Operation, float32_ids: set[int]) -> bool:
 def extend_plan(plan: Plan, parts: list[Part], keep_float32: Any) -> Plan:
     """Adds what the user selects to a plan that is given."""
     planned = [part for part in parts if part.is_planned]
-    float32 = dict.fromkeys(_selected_paths(planned, keep_float32), "selected by keep_float32")
+    float32 = dict.fromkeys(_selected_paths(planned, keep_float32), _SELECTED)
     float32.update(plan.float32)  # with its own reasons
     return _completed(replace(plan, float32=float32), parts)
 
@@ -267,7 +221,13 @@ def _completed(plan: Plan, parts: list[Part]) -> Plan:
     """
     parts = [part for part in parts if part.is_planned]
     known_paths = [part.path for part in parts]
-    _check_paths(plan, known_paths)
+    unknown_paths = sorted(set(plan.float32).difference(known_paths))
+    if unknown_paths:
+        raise ValueError(
+            f"The plan contains {unknown_paths[0]!r}, but the model has no such layer. Keras"
+            " numbers unnamed layers across all models: call keras.utils.clear_session() before"
+            f" you rebuild a model to restart the numbers. The layers are: {', '.join(known_paths)}"
+        )
     float32 = dict(plan.float32)
     for part in reversed(parts):  # a wrapper of a wrapper too
         if part.path in float32 and isinstance(part.parent, WRAPPERS):
@@ -279,17 +239,6 @@ def _completed(plan: Plan, parts: list[Part]) -> Plan:
     return replace(plan, float32=in_graph_order)
 
 
-def _check_paths(plan: Plan, known_paths: list[str]) -> None:
-    """Raises an error if a plan names what the model does not have."""
-    unknown_paths = sorted(set(plan.float32).difference(known_paths))
-    if unknown_paths:
-        raise ValueError(
-            f"The plan contains {unknown_paths[0]!r}, but the model has no such layer. Keras"
-            " numbers unnamed layers across all models: call keras.utils.clear_session() before"
-            f" you rebuild a model to restart the numbers. The layers are: {', '.join(known_paths)}"
-        )
-
-
 def _selected_paths(parts: list[Part], selectors: Any) -> set[str]:
     """Returns the paths that `keep_float32` selects."""
     if selectors is None:
@@ -299,7 +248,7 @@ def _selected_paths(parts: list[Part], selectors: Any) -> set[str]:
     for selector in [selectors] if is_one else selectors:
         found = _matching(parts, selector)
         is_condition = callable(selector) and not isinstance(selector, type | keras.Operation)
-        if not found and not is_condition:  # which may select none
+        if not found and not is_condition:  # a condition may select none
             name = getattr(selector, "__name__", repr(selector))
             known_paths = ", ".join(part.path for part in parts)
             raise ValueError(
@@ -311,20 +260,15 @@ def _selected_paths(parts: list[Part], selectors: Any) -> set[str]:
 
 def _matching(parts: list[Part], selector: Any) -> list[Part]:
     """Returns the parts that one selector of `keep_float32` selects."""
-    if not isinstance(selector, str):
-        return list(filter(_condition(selector), parts))
-    found = [part for part in parts if fnmatchcase(part.path, selector)]
-    return found or [part for part in parts if part.operation.name == selector]
-
-
-def _condition(selector: Any) -> Callable[[Part], bool]:
-    """Returns whether a selector that is not a string selects a part."""
+    if isinstance(selector, str):
+        found = [part for part in parts if fnmatchcase(part.path, selector)]
+        return found or [part for part in parts if part.operation.name == selector]
     if isinstance(selector, type):
-        return lambda part: isinstance(part.operation, selector)
+        return [part for part in parts if isinstance(part.operation, selector)]
     if isinstance(selector, keras.Operation):
-        return lambda part: part.operation is selector
+        return [part for part in parts if part.operation is selector]
     if callable(selector):
-        return lambda part: part.is_layer and bool(selector(part.operation))
+        return [part for part in parts if part.is_layer and selector(part.operation)]
     raise TypeError(
         "`keep_float32` must be a path, pattern, layer, class, function that takes a layer, or a"
         f" list of these. Received: {selector!r}"

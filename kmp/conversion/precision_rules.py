@@ -11,7 +11,6 @@ themselves, such as `BatchNormalization`, may run in 16 bits.
 import inspect
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import keras
 
@@ -34,24 +33,17 @@ _KERAS = "Keras' source"
 NOT_EXAMINED = "a custom layer: kmp does not examine its `call`"
 
 
-@dataclass(frozen=True)
-class _Row:
-    """Layers that run in 16 bits."""
-
-    classes: str
-    rule: OpRule
-
-
+# The classes of layers that run in 16 bits, each with its rule.
 _IN_16_BITS = (
-    _Row(
+    (
         "BatchNormalization LayerNormalization GroupNormalization RMSNormalization",
         OpRule(RUNS_IN_16_BITS, "Keras computes the statistics in float32", _KERAS),
     ),
-    _Row(
+    (
         "SpectralNormalization",
         OpRule(RUNS_IN_16_BITS, "kmp normalizes the kernel in float32", "kmp.layers"),
     ),
-    _Row(
+    (
         "Attention AdditiveAttention MultiHeadAttention GroupQueryAttention",
         OpRule(
             RUNS_IN_16_BITS,
@@ -60,7 +52,7 @@ _IN_16_BITS = (
             "Keras' source, TensorFlow's softmax_op_gpu.cu.cc",
         ),
     ),
-    _Row(
+    (
         "Dense EinsumDense Dot Embedding RNN SimpleRNNCell LSTMCell GRUCell Conv1D Conv2D Conv3D"
         " Conv1DTranspose Conv2DTranspose Conv3DTranspose DepthwiseConv1D DepthwiseConv2D"
         " SeparableConv1D SeparableConv2D",
@@ -95,9 +87,9 @@ def _rules_of_layer(layer: keras.Layer, policy: keras.DTypePolicy) -> Iterator[O
         calls = keras_internals.calls_of(layer)
         if any(product_may_overflow(call.input_tensors) for call in calls):
             yield OpRule(NEEDS_FLOAT32, PRODUCT, "IEEE 754 binary16")
-    for row in _IN_16_BITS:
-        if isinstance(layer, tuple(getattr(keras.layers, name) for name in row.classes.split())):
-            yield row.rule
+    for classes, rule in _IN_16_BITS:
+        if isinstance(layer, tuple(getattr(keras.layers, name) for name in classes.split())):
+            yield rule
     yield _rule_of_other_layer(layer)
 
 

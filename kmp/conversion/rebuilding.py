@@ -1,4 +1,4 @@
-"""The ways in which a layer, operation or model is rebuilt: the first one of `WAYS` that applies.
+"""Rebuilds a layer, operation or model, with another dtype policy.
 
 Functional and Sequential models are connected again, call by call. Every other layer is created
 from its `get_config`, in which its sublayers are replaced by their clones, and functions by those
@@ -7,7 +7,6 @@ of the original. Everything else in a config is deserialized in safe mode: it mu
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import keras
@@ -41,125 +40,134 @@ _KMP_CLASSES = {keras.layers.BatchNormalization: layers.BatchNormalization}
 _GRAPH_KEYS = ("layers", "input_layers", "output_layers")
 
 
-@dataclass(frozen=True)
-class Task:
-    """One layer, operation or model that is to be rebuilt.
+class Rebuilder:
+    """Rebuilds the layers, operations and models of one model.
 
     Args:
-        original: The layer, operation or model.
-        policy: The dtype policy of its clone.
         is_to_float32: Whether all is float32, with Keras' own layers in place of kmp's.
-        references: The objects to which its config may refer.
-        clone_of: Returns the clone of another one, which is created at the first call.
+        references: The objects to which configs may refer.
+        clone_of: Returns the clone of a layer, operation or model, which is created at the first
+            call.
+
+    Attributes:
+        connected: The ids of the models whose clones have the clones of their layers, connected
+            call by call. The code of every other class may create sublayers.
     """
 
-    original: Any
-    policy: str
-    is_to_float32: bool
-    references: References
-    clone_of: Callable[[keras.Operation], Any]
+    def __init__(
+        self,
+        is_to_float32: bool,
+        references: References,
+        clone_of: Callable[[keras.Operation], Any],
+    ) -> None:
+        self._is_to_float32 = is_to_float32
+        self._references = references
+        self._clone_of = clone_of
+        self.connected: set[int] = set()
 
+    def rebuilt(self, original: Any, policy: str) -> Any:
+        """Returns a layer, operation or model like the original, with a dtype policy."""
+        if not isinstance(original, keras.Layer):
+            return self._operation(original, policy)
+        if isinstance(original, keras.layers.InputLayer):
+            return self._input(original)
+        if type(original) is keras.Sequential:
+            return self._sequential(original)
+        arguments = _arguments_of_graph(original)
+        if arguments is not None:
+            return self._functional(original, arguments)
+        if isinstance(original, layers.Float32):
+            return self._float32(original, policy)
+        return self._from_config(original, policy)
 
-@dataclass(frozen=True)
-class Way:
-    """One way of rebuilding.
+    def _operation(self, original: Any, policy: str) -> keras.Operation:
+        """Copies an operation; wraps it in kmp's operation if it is to compute in float32."""
+        is_of_kmp = isinstance(original, Float32Operation)
+        is_unwrapped = is_of_kmp and self._is_to_float32
+        clone = unconnected_copy(original.operation if is_unwrapped else original)
+        clone.name = original.name
+        if is_of_kmp or self._is_to_float32 or policy != FLOAT32.name:
+            return clone
+        return Float32Operation(clone, name=original.name)
 
-    Args:
-        applies: Whether it is the way of a task.
-        rebuild: Rebuilds.
-        connects: Whether the clone has the clones of its layers, connected call by call. Otherwise
-            the code of its class may create sublayers.
-    """
+    def _input(self, original: keras.layers.InputLayer) -> keras.Layer:
+        config = original.get_config()
+        # Keras creates the input layer of a Sequential in 16 bits.
+        if self._is_to_float32 and original.dtype in DTYPES_16_BIT:
+            config["dtype"] = FLOAT32.name
+        with global_policy(FLOAT32.name):
+            return type(original).from_config(config)
 
-    applies: Callable[[Task], bool]
-    rebuild: Callable[[Task], Any]
-    connects: bool = False
+    def _sequential(self, original: keras.Sequential) -> keras.Model:
+        self.connected.add(id(original))
+        children = children_of(original)
+        inputs = [child for child in children if isinstance(child, keras.layers.InputLayer)]
+        # `layers` may have a layer twice.
+        clones = [self._clone_of(layer) for layer in (*inputs, *original.layers)]
+        return keras.Sequential(clones, name=original.name)
 
+    def _functional(self, original: keras.Model, arguments: Config) -> keras.Model:
+        self.connected.add(id(original))
 
-def way_of(task: Task) -> Way:
-    """Returns the way in which a task is done."""
-    return next(way for way in WAYS if way.applies(task))
+        def clone_of_input(tensor: keras.KerasTensor) -> keras.KerasTensor:
+            return self._clone_of(keras_internals.producer_of(tensor)).output
 
+        inputs = keras.tree.map_structure(clone_of_input, original.input)
+        outputs = functional_outputs(original, inputs, self._clone_of)
+        return type(original)(inputs=inputs, outputs=outputs, name=original.name, **arguments)
 
-def _is_operation_of_kmp(task: Task) -> bool:
-    return task.is_to_float32 and isinstance(task.original, Float32Operation)
+    def _float32(self, original: layers.Float32, policy: str) -> keras.Layer:
+        """Rebuilds kmp's wrapper of a layer or function, or returns Keras' layer in its place."""
+        inner = original.layer
+        if isinstance(inner, keras.Layer):
+            if not self._is_to_float32:
+                return self._from_config(original, policy)
+            clone = self._clone_of(inner)
+            clone.name = original.name
+            return clone
+        # Without the function: `get_config` needs the source of a lambda, which an interactive
+        # session does not have.
+        config = keras.Layer.get_config(original) | {"dtype": policy}
+        arguments = [call.arguments for call in keras_internals.calls_of(original)]
+        counts = {len(each.args) + len(each.kwargs.keys() - {"training"}) for each in arguments}
+        # A `Lambda` takes one argument.
+        if self._is_to_float32 and counts <= {1}:
+            return keras.layers.Lambda(inner, **config)
+        return type(original)(layer=inner, **config)
 
-
-def _take_operation_of_keras(task: Task) -> keras.Operation:
-    return _copy(task.original.operation, task.original.name)
-
-
-def _is_operation_in_float32(task: Task) -> bool:
-    is_operation = not isinstance(task.original, keras.Layer | Float32Operation)
-    return is_operation and not task.is_to_float32 and task.policy == FLOAT32.name
-
-
-def _run_operation_in_float32(task: Task) -> keras.Operation:
-    name = task.original.name
-    return Float32Operation(_copy(task.original, name), name=name)
-
-
-def _is_operation(task: Task) -> bool:
-    return not isinstance(task.original, keras.Layer)
-
-
-def _copy_operation(task: Task) -> keras.Operation:
-    return _copy(task.original, task.original.name)
-
-
-def _copy(operation: keras.Operation, name: str) -> keras.Operation:
-    clone = unconnected_copy(operation)
-    clone.name = name
-    return clone
-
-
-def _is_input(task: Task) -> bool:
-    return isinstance(task.original, keras.layers.InputLayer)
-
-
-def _rebuild_input(task: Task) -> keras.Layer:
-    config = task.original.get_config()
-    # Keras creates that of a Sequential in 16 bits.
-    if task.is_to_float32 and task.original.dtype in DTYPES_16_BIT:
-        config["dtype"] = FLOAT32.name
-    with global_policy(FLOAT32.name):
-        return type(task.original).from_config(config)
-
-
-def _is_sequential(task: Task) -> bool:
-    return type(task.original) is keras.Sequential
-
-
-def _rebuild_sequential(task: Task) -> keras.Model:
-    original = task.original
-    inputs = [
-        child for child in children_of(original) if isinstance(child, keras.layers.InputLayer)
-    ]
-    # `layers` may have one twice.
-    clones = [task.clone_of(layer) for layer in (*inputs, *original.layers)]
-    return keras.Sequential(clones, name=original.name)
-
-
-def _is_connected_graph(task: Task) -> bool:
-    return _arguments_of_graph(task.original) is not None
-
-
-def _connect_graph(task: Task) -> keras.Model:
-    original = task.original
-
-    def clone_of_input(tensor: keras.KerasTensor) -> keras.KerasTensor:
-        return task.clone_of(keras_internals.producer_of(tensor)).output
-
-    inputs = keras.tree.map_structure(clone_of_input, original.input)
-    outputs = functional_outputs(original, inputs, task.clone_of)
-    arguments = _arguments_of_graph(original) or {}
-    return type(original)(inputs=inputs, outputs=outputs, name=original.name, **arguments)
+    def _from_config(self, original: keras.Layer, policy: str) -> keras.Layer:
+        """Creates a layer from its config, under the policy that its code may ask for."""
+        config = dict(config_of(original))
+        if "dtype" in config and has_float_dtype(original):
+            config["dtype"] = policy
+        # Safe mode refuses the config of such a layer, even of one in use.
+        if isinstance(original, keras.layers.TFSMLayer):
+            return type(original)(**config)
+        config = referring_config(original, config, self._references, self._clone_of)
+        refused = refused_arguments(original)
+        for name in refused:
+            config.pop(name, None)
+        cls: Any = type(original)
+        if self._is_to_float32:
+            cls = _KERAS_CLASSES.get(cls, cls)
+        # "float16" and "bfloat16" keep all weights in 16 bits, which kmp's layer does not.
+        elif policy not in DTYPES_16_BIT:
+            cls = _KMP_CLASSES.get(cls, cls)
+        with global_policy(policy):
+            clone = cls.from_config(config)
+        if "name" in refused:
+            clone.name = original.name
+        if isinstance(original, keras.Model) and not clone.built and original.get_build_config():
+            clone.build_from_config(original.get_build_config())
+            # Keras sets this too: `build_from_config` does not, if the model has no `build`.
+            clone.built = True
+        return clone
 
 
 def _arguments_of_graph(model: keras.Layer) -> Config | None:
     """Returns the arguments of a functional model besides its inputs and outputs.
 
-    `None` for a model that the code of its class builds.
+    Returns `None` for a model that the code of its class builds.
     """
     if not is_graph(model) or not is_keras_class(defining_class(type(model), "from_config")):
         return None
@@ -170,108 +178,3 @@ def _arguments_of_graph(model: keras.Layer) -> Config | None:
         return None
     known = {*_GRAPH_KEYS, "name", "trainable"}
     return {key: value for key, value in config.items() if key not in known}
-
-
-def _is_layer_in_float32(task: Task) -> bool:
-    is_around_layer = _is_float32(task) and isinstance(task.original.layer, keras.Layer)
-    return task.is_to_float32 and is_around_layer
-
-
-def _take_layer_of_float32(task: Task) -> keras.Layer:
-    clone = task.clone_of(task.original.layer)
-    clone.name = task.original.name
-    return clone
-
-
-def _is_lambda_in_float32(task: Task) -> bool:
-    if not task.is_to_float32 or not _is_function_in_float32(task):
-        return False
-    for call in keras_internals.calls_of(task.original):
-        arguments = call.arguments
-        if len(arguments.args) + len(arguments.kwargs.keys() - {"training"}) != 1:
-            return False
-    return True
-
-
-def _make_lambda(task: Task) -> keras.Layer:
-    return keras.layers.Lambda(task.original.layer, **_config_of_base(task))
-
-
-def _is_function_in_float32(task: Task) -> bool:
-    return _is_float32(task) and not isinstance(task.original.layer, keras.Layer)
-
-
-def _rebuild_float32(task: Task) -> keras.Layer:
-    return type(task.original)(layer=task.original.layer, **_config_of_base(task))
-
-
-def _is_float32(task: Task) -> bool:
-    return isinstance(task.original, layers.Float32)
-
-
-def _config_of_base(task: Task) -> Config:
-    """Returns a config without the function.
-
-    `get_config` needs the source of a lambda, which an interactive session does not have.
-    """
-    return keras.Layer.get_config(task.original) | {"dtype": task.policy}
-
-
-def _is_exported_model(task: Task) -> bool:
-    return isinstance(task.original, keras.layers.TFSMLayer)
-
-
-def _load_exported_model(task: Task) -> keras.Layer:
-    # Safe mode refuses its config, even that of a layer in use.
-    return type(task.original)(**_config_with_policy(task))
-
-
-def _is_any(task: Task) -> bool:
-    return True
-
-
-def _rebuild_from_config(task: Task) -> keras.Layer:
-    original = task.original
-    config = referring_config(original, _config_with_policy(task), task.references, task.clone_of)
-    refused = refused_arguments(original)
-    for name in refused:
-        config.pop(name, None)
-    with global_policy(task.policy):
-        clone = _class_of_clone(task).from_config(config)
-    if "name" in refused:
-        clone.name = original.name
-    if isinstance(original, keras.Model) and not clone.built and original.get_build_config():
-        clone.build_from_config(original.get_build_config())
-        # As Keras does: `build_from_config` does not, if the model has no `build`.
-        clone.built = True
-    return clone
-
-
-def _config_with_policy(task: Task) -> Config:
-    config = dict(config_of(task.original))
-    if "dtype" in config and has_float_dtype(task.original):
-        config["dtype"] = task.policy
-    return config
-
-
-def _class_of_clone(task: Task) -> Any:
-    cls = type(task.original)
-    if task.is_to_float32:
-        return _KERAS_CLASSES.get(cls, cls)
-    # "float16" and "bfloat16" keep all weights in 16 bits, which kmp's layer does not.
-    return cls if task.policy in DTYPES_16_BIT else _KMP_CLASSES.get(cls, cls)
-
-
-WAYS = (
-    Way(_is_operation_of_kmp, _take_operation_of_keras),
-    Way(_is_operation_in_float32, _run_operation_in_float32),
-    Way(_is_operation, _copy_operation),
-    Way(_is_input, _rebuild_input),
-    Way(_is_sequential, _rebuild_sequential, connects=True),
-    Way(_is_connected_graph, _connect_graph, connects=True),
-    Way(_is_layer_in_float32, _take_layer_of_float32),
-    Way(_is_lambda_in_float32, _make_lambda),
-    Way(_is_function_in_float32, _rebuild_float32),
-    Way(_is_exported_model, _load_exported_model),
-    Way(_is_any, _rebuild_from_config),
-)

@@ -1,4 +1,4 @@
-"""Which share of the bytes of a training step is float32, which layers move them, and why."""
+"""Counts the float32 bytes of a training step, and finds out which layers move them, and why."""
 
 import contextlib
 import enum
@@ -126,30 +126,27 @@ def _traced(model: keras.Model, batch_size: int) -> "_ByLayer":
     def spec(tensor: keras.KerasTensor) -> tf.TensorSpec:
         return tf.TensorSpec((tensor.shape[0] or batch_size, *tensor.shape[1:]), tensor.dtype)
 
-    def step(inputs: Any) -> Any:
-        variables = [variable.value for variable in model.trainable_variables]
-        with tf.GradientTape() as tape:
-            outputs = keras.tree.flatten(model(inputs, training=True))
-        outputs = [output for output in outputs if output.dtype.is_floating]
-        # The gradients of the loss, which is not counted.
-        upstream = [tf.compat.v1.placeholder(output.dtype, output.shape) for output in outputs]
-        gradients = tape.gradient(outputs, variables, upstream)
-        return outputs, [gradient for gradient in gradients if gradient is not None]
-
     scopes = _LayerScopes(model)
 
-    def scoped_step(inputs: Any) -> Any:
+    def step(inputs: Any) -> Any:
+        variables = [variable.value for variable in model.trainable_variables]
         with scopes.opened():
-            return step(inputs)
+            with tf.GradientTape() as tape:
+                outputs = keras.tree.flatten(model(inputs, training=True))
+            outputs = [output for output in outputs if output.dtype.is_floating]
+            # The gradients of the loss, which is not counted.
+            upstream = [tf.compat.v1.placeholder(output.dtype, output.shape) for output in outputs]
+            gradients = tape.gradient(outputs, variables, upstream)
+        return outputs, [gradient for gradient in gradients if gradient is not None]
 
     with state_restored(model), xla.traced_for_gpu(), in_step():
-        function = tf.function(scoped_step, autograph=False)
+        function = tf.function(step, autograph=False)
         graph = function.get_concrete_function(keras.tree.map_structure(spec, structure)).graph
         return _by_layer(graph, scopes)
 
 
-class _Part(enum.Enum):
-    """What of a layer moves bytes."""
+class _Category(enum.Enum):
+    """What an operation of a layer moves, or does."""
 
     WEIGHTS = enum.auto()
     INPUTS = enum.auto()  # of the model
@@ -159,26 +156,32 @@ class _Part(enum.Enum):
 
 @dataclass(frozen=True)
 class _ByLayer:
-    """The cost of a step, and the float32 bytes of each layer: `None` for those of no layer."""
+    """The cost of a step, and the float32 bytes by layer: `None` for operations outside layers."""
 
     traffic: Traffic
-    float32_bytes: dict[tuple[keras.Layer | None, _Part], int]
+    float32_bytes: dict[tuple[keras.Layer | None, _Category], int]
 
 
 def _by_layer(graph: tf.Graph, scopes: "_LayerScopes") -> _ByLayer:
     numbers = {layer: number for number, layer in enumerate(scopes.layers)}
-    owners: dict[str, tuple[keras.Layer | None, _Part]] = {"": (None, _Part.CODE)}
+    owners: dict[str, tuple[keras.Layer | None, _Category]] = {"": (None, _Category.CODE)}
     inputs = {tensor.name for tensor in graph.inputs}
 
     def owner(name: str, op: tf.Operation) -> str:
         layer = scopes.layer_of(name)
         if layer is None:
             return ""
-        part = _part_of(layer, op)
-        if part is _Part.CASTS and op.graph is graph and op.inputs[0].name in inputs:
-            part = _Part.INPUTS
-        label = f"{numbers[layer]} {part.name}"
-        owners[label] = layer, part
+        category = _Category.CODE
+        if op.type == "Cast":
+            # A layer in 16 bits casts its weights, and the backward pass their gradients.
+            if tuple(op.outputs[0].shape) in [weight.shape for weight in layer.weights]:
+                category = _Category.WEIGHTS
+            elif op.graph is graph and op.inputs[0].name in inputs:
+                category = _Category.INPUTS
+            else:
+                category = _Category.CASTS
+        label = f"{numbers[layer]} {category.name}"
+        owners[label] = layer, category
         return label
 
     traffic = traffic_of(graph, owner)
@@ -190,27 +193,18 @@ def _by_layer(graph: tf.Graph, scopes: "_LayerScopes") -> _ByLayer:
     return _ByLayer(traffic, float32_bytes)
 
 
-def _part_of(layer: keras.Layer, op: tf.Operation) -> _Part:
-    """Returns what an operation of a layer does."""
-    if op.type != "Cast":
-        return _Part.CODE
-    # A layer in 16 bits casts its weights, and the backward pass casts their gradients back.
-    shapes = [weight.shape for weight in layer.weights]
-    return _Part.WEIGHTS if tuple(op.outputs[0].shape) in shapes else _Part.CASTS
-
-
 def _causes(by_layer: _ByLayer, dtype: str) -> tuple[Float32Cause, ...]:
     """Returns why layers of a model that computes in `dtype` move float32."""
     total = by_layer.traffic.bytes
     shares: dict[tuple[str, str], float] = {}
     paths: dict[tuple[str, str], dict[str, None]] = {}
-    with_code = {layer for layer, part in by_layer.float32_bytes if part is _Part.CODE}
-    for (layer, part), moved in by_layer.float32_bytes.items():
+    with_code = {layer for layer, each in by_layer.float32_bytes if each is _Category.CODE}
+    for (layer, category), moved in by_layer.float32_bytes.items():
         if layer is None:
             continue
-        is_cast = part in (_Part.INPUTS, _Part.CASTS)
+        is_cast = category in (_Category.INPUTS, _Category.CASTS)
         is_code = is_cast and layer in with_code  # casts for what it computes
-        reason = _reason(layer, _Part.CODE if is_code else part, dtype)
+        reason = _reason(layer, _Category.CODE if is_code else category, dtype)
         key = type(layer).__name__, reason
         shares[key] = shares.get(key, 0.0) + moved / total
         paths.setdefault(key, {})[layer.path or layer.name] = None
@@ -218,16 +212,16 @@ def _causes(by_layer: _ByLayer, dtype: str) -> tuple[Float32Cause, ...]:
     return tuple(sorted(causes, key=lambda cause: -cause.share))
 
 
-def _reason(layer: keras.Layer, part: _Part, dtype: str) -> str:
+def _reason(layer: keras.Layer, category: _Category, dtype: str) -> str:
     """Returns why a layer moves float32, as shown to users."""
     if layer.compute_dtype not in DTYPES_16_BIT:
         rule = float32_rule(layer, keras.DTypePolicy(f"mixed_{dtype}"), Moment.CREATION)
         return f"kmp keeps it in float32: {rule.reason(dtype)}" if rule else "its dtype is float32"
-    if part is _Part.WEIGHTS:
+    if category is _Category.WEIGHTS:
         return "its weights and their gradients are float32"
-    if part is _Part.INPUTS:
+    if category is _Category.INPUTS:
         return "it casts the inputs of the model, which have dtype float32"
-    if part is _Part.CASTS:
+    if category is _Category.CASTS:
         return "it casts from or to a layer in float32"
     return f"its code in {type(layer).__module__} computes in float32"
 
@@ -273,29 +267,32 @@ class _LayerScopes:
     @contextlib.contextmanager
     def opened(self) -> Iterator[None]:
         """Opens the scope of each layer that is called in the context."""
+
+        def scoped(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+            @functools.wraps(call)
+            def scoped_call(*args: Any, **kwargs: Any) -> Any:
+                with tf.name_scope(name):
+                    return call(*args, **kwargs)
+
+            return scoped_call
+
         with contextlib.ExitStack() as stack:
             for number, layer in enumerate(self.layers):
-                in_scope = functools.partial(_in_scope, f"{_SCOPE}{number}")
+                in_scope = functools.partial(scoped, f"{_SCOPE}{number}")
                 stack.enter_context(own_method(layer, "call", in_scope))
             yield
 
     def layer_of(self, name: str) -> keras.Layer | None:
-        """Returns the innermost layer of an operation, given its name, if that computes."""
+        """Returns the innermost layer of an operation, given its name; `None` if it is in none.
+
+        It is `None` too if that layer only calls other layers.
+        """
         numbers = _NUMBER.findall(name.rpartition("/")[0])
         layer = self.layers[int(numbers[-1])] if numbers else None
         return None if layer is None or is_passthrough(layer) else layer
 
     def class_of(self, name: str, op: tf.Operation) -> str:
-        """Returns the class of that layer; empty without one."""
+        """Returns the class of that layer; empty if there is none."""
         del op  # the name has the layer
         layer = self.layer_of(name)
         return "" if layer is None else type(layer).__name__
-
-
-def _in_scope(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(call)
-    def scoped_call(*args: Any, **kwargs: Any) -> Any:
-        with tf.name_scope(name):
-            return call(*args, **kwargs)
-
-    return scoped_call

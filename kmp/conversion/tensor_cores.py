@@ -1,4 +1,4 @@
-"""Which dimensions of matrix products and convolutions keep Tensor Cores from being used well."""
+"""Finds the dimensions of matrix products and convolutions for which Tensor Cores are slow."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -14,7 +14,7 @@ _MULTIPLE = 8
 def unaligned_dimensions(layer: Any) -> Iterator[str]:
     """Yields the dimensions of a layer's matrix products that are not divisible by 8.
 
-    Each with the padded size, as `units 10 -> 16`.
+    Each has the padded size, as in `units 10 -> 16`.
     """
     if not uses_tensor_cores(layer):
         return

@@ -108,8 +108,18 @@ class DynamicScale:
         checked = {
             "initial_scale": _scale("initial_scale", self.initial_scale),
             "growth_interval": validation.positive_integer("growth_interval", self.growth_interval),
-            "growth_factor": _growth_factor(self.growth_factor),
-            "backoff_factor": _backoff_factor(self.backoff_factor),
+            "growth_factor": validation.number(
+                "growth_factor",
+                self.growth_factor,
+                "a finite number above 1 after rounding to float32, at most 2^127",
+                lambda factor: 1.0 + _FLOAT32_EPSILON <= factor <= LARGEST_SCALE,
+            ),
+            "backoff_factor": validation.number(
+                "backoff_factor",
+                self.backoff_factor,
+                "a number between 0 and 1, both excluded after rounding to float32",
+                lambda factor: 0.0 < factor <= 1.0 - _FLOAT32_EPSILON / 2,
+            ),
             "hysteresis": validation.positive_integer("hysteresis", self.hysteresis),
             "min_scale": _scale("min_scale", self.min_scale),
             "max_scale": _scale("max_scale", self.max_scale),
@@ -213,6 +223,7 @@ Rule = FixedScale | DynamicScale
 
 
 def _skipped(state: ScaleState, step: StepOutcome, scale: Any, xp: Any) -> ScaleState:
+    """Returns the state after a skipped step, with the scale that the rule chooses."""
     none = xp.zeros_like(state.clean_steps)
     return ScaleState(
         scale=scale,
@@ -222,6 +233,7 @@ def _skipped(state: ScaleState, step: StepOutcome, scale: Any, xp: Any) -> Scale
 
 
 def _after(step: StepOutcome, skipped: ScaleState, applied: ScaleState, xp: Any) -> ScaleState:
+    """Returns the state for the outcome of a step, known in Python or on the device."""
     if isinstance(step.overflowed, bool):
         return skipped if step.overflowed else applied
     pairs = zip(skipped, applied, strict=True)
@@ -229,24 +241,9 @@ def _after(step: StepOutcome, skipped: ScaleState, applied: ScaleState, xp: Any)
 
 
 def _scale(name: str, value: Any, alternatives: str = "") -> float:
-    def accepts(scale: float) -> bool:
-        return FLOAT32.smallest_normal <= scale <= LARGEST_SCALE
-
-    expected = f"{alternatives}a finite number from 2^-126 to 2^127 (float32's normal range)"
-    return validation.number(name, value, expected, accepts)
-
-
-def _growth_factor(value: Any) -> float:
-    def accepts(factor: float) -> bool:
-        return 1.0 + _FLOAT32_EPSILON <= factor <= LARGEST_SCALE
-
-    expected = "a finite number above 1 after rounding to float32, at most 2^127"
-    return validation.number("growth_factor", value, expected, accepts)
-
-
-def _backoff_factor(value: Any) -> float:
-    def accepts(factor: float) -> bool:
-        return 0.0 < factor <= 1.0 - _FLOAT32_EPSILON / 2
-
-    expected = "a number between 0 and 1, both excluded after rounding to float32"
-    return validation.number("backoff_factor", value, expected, accepts)
+    return validation.number(
+        name,
+        value,
+        f"{alternatives}a finite number from 2^-126 to 2^127 (float32's normal range)",
+        lambda scale: FLOAT32.smallest_normal <= scale <= LARGEST_SCALE,
+    )

@@ -22,7 +22,8 @@ class FloatFormat:
     min_exponent: int  # of the smallest normal value
     smallest_subnormal: float
     min_subnormal_exponent: int
-    # of the largest power of two that rounds to zero: half the smallest subnormal (tie to even)
+    # That of the largest power of two that rounds to zero: half the smallest subnormal, which a tie
+    # to even rounds down.
     flush_exponent: int
 
     @classmethod

@@ -24,18 +24,16 @@ def matching_indices(patterns: str | Sequence[str], names: Sequence[str]) -> lis
     patterns = [patterns] if isinstance(patterns, str) else patterns
     matched: set[int] = set()
     for pattern in patterns:
-        indices = _matches(pattern, names)
+        # A name may contain wildcards too.
+        indices = [
+            index
+            for index, name in enumerate(names)
+            if name == pattern or fnmatchcase(name, pattern)
+        ]
         if not indices:
             raise ValueError(f"No variable matches {pattern!r}. The names are: {listed(names)}")
         matched.update(indices)
     return sorted(matched)
-
-
-def _matches(pattern: str, names: Sequence[str]) -> list[int]:
-    """Returns the indices of the names that a pattern matches; a name may contain wildcards too."""
-    return [
-        index for index, name in enumerate(names) if name == pattern or fnmatchcase(name, pattern)
-    ]
 
 
 def unique_names(names: Iterable[str]) -> list[str]:

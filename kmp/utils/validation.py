@@ -61,7 +61,7 @@ def positive_integer(name: str, value: Any) -> int:
 def number(name: str, value: Any, expected: str, accepts: Callable[[float], bool]) -> float:
     """Returns a finite real number that `accepts` accepts, as a `float`.
 
-    `expected` is that range in words.
+    `expected` describes the range in words.
     """
     scalar = python_scalar(value)
     if isinstance(scalar, bool) or not isinstance(scalar, numbers.Real):
@@ -126,7 +126,7 @@ def patterns(name: str, value: Any) -> tuple[str, ...] | None:
 def local_path(name: str, value: Any, suffixes: tuple[str, ...] = ()) -> Path:
     """Returns a path on this machine, with `~` expanded.
 
-    With suffixes, it is that of a file whose name ends in one.
+    If suffixes are given, it is the path of a file whose name ends in one of them.
     """
     expected = "the path of a local folder or file"
     if suffixes:
