@@ -1,8 +1,8 @@
 """Records of a training run, in memory and as JSON Lines. Needs no Keras.
 
 A log has one JSON object per line. The first line is a header. Every other line is a record with
-`step` and some of the other keys, which `kmp.records.log_schema` lists. Non-finite numbers are
-written as null.
+`step` and some of the other keys of a `Record`. Settings that are the defaults are omitted.
+Non-finite numbers are written as null.
 
 Some numbers of a sample are texts: in little-endian order, first the lowest byte of each number,
 then the next; these bytes compressed by zlib; in base64. Norms and magnitudes are rounded down to

@@ -9,6 +9,7 @@ from msgspec.structs import asdict
 
 from kmp.records import flat_replays
 from kmp.records.compact_sample import compact, expanded
+from kmp.records.gradient_sample import GradientSample
 from kmp.records.log_schema import Header, Record, Sample
 from kmp.utils.names import printable
 
@@ -19,7 +20,7 @@ _LONGEST_MESSAGE = 300
 
 
 class _Format(Struct):
-    """What the first line of a log must have."""
+    """What a log must begin with, though a `Header` in memory need not have it."""
 
     schema: int
     kind: str
@@ -73,10 +74,45 @@ def check_record(record: Record) -> None:
     _LINE.decode(to_line(record))
 
 
+class _LogDecoder:
+    """Decodes the records of one log: a sample without names has those of the last one."""
+
+    def __init__(self) -> None:
+        self._names: tuple[str, ...] | None = None  # of the last sample: those of a run share them
+
+    def record(self, line: bytes) -> Record:
+        """Returns the record of a line, with its samples."""
+        if flat_replays.MARK in line:
+            decoded = msgspec.json.decode(line)
+            if isinstance(decoded, dict) and isinstance(decoded.get("replay"), dict):
+                decoded["replay"] = flat_replays.nested(decoded["replay"])
+            values = asdict(msgspec.convert(decoded, _Line))
+        else:
+            values = asdict(_LINE.decode(line))
+        for key in SAMPLE_KEYS:
+            if values[key] is UNSET:
+                continue
+            try:
+                values[key] = self._sample(values["step"], values[key])
+            except ValueError as error:
+                raise ValueError(f"{error} - at `$.{key}`") from error
+        return Record(**values)
+
+    def _sample(self, step: int, data: dict[str, Any]) -> GradientSample:
+        if "names" in data:
+            self._names = tuple(data["names"])
+            if len(set(self._names)) < len(self._names):
+                raise ValueError("`names` must not repeat a name")
+        if self._names is None:
+            raise ValueError("No sample before this one has `names`")
+        data["names"] = self._names
+        return expanded(step, data)
+
+
 def read_log(file: Path) -> tuple[Header, list[Record]]:
     """Returns the header and the records of a log, with their samples; errors as in `load_run`."""
     header, records = Header(), []
-    names: tuple[str, ...] | None = None  # of the last sample: the samples of a run share them
+    decoder = _LogDecoder()
     with file.open("rb") as lines:
         for number, line in enumerate(lines, 1):
             if _is_truncated(line, is_first=number == 1):
@@ -86,8 +122,7 @@ def read_log(file: Path) -> tuple[Header, list[Record]]:
                     _FORMAT.decode(line)
                     header = _HEADER.decode(line)
                 else:
-                    record, names = _decoded(line, names)
-                    records.append(record)
+                    records.append(decoder.record(line))
             except (msgspec.MsgspecError, ValueError, RecursionError) as error:
                 message = f"{file}:{number}: {str(error)[:_LONGEST_MESSAGE]}"
                 # Python prints an uncaught error as it is.
@@ -99,35 +134,3 @@ def _is_truncated(line: bytes, is_first: bool) -> bool:
     """Whether a killed process wrote only a part of a line of a log."""
     is_of_log = not is_first or line.startswith(_HEADER_BEGIN) or _HEADER_BEGIN.startswith(line)
     return is_of_log and not line.endswith(b"\n")
-
-
-def _decoded(line: bytes, names: tuple[str, ...] | None) -> tuple[Record, tuple[str, ...] | None]:
-    """Returns the record of a line, and the names of the variables of the last sample.
-
-    Args:
-        line: The line.
-        names: The names of the variables of the last sample before it.
-    """
-    if flat_replays.MARK in line:
-        decoded = msgspec.json.decode(line)
-        if isinstance(decoded, dict) and isinstance(decoded.get("replay"), dict):
-            decoded["replay"] = flat_replays.nested(decoded["replay"])
-        values = asdict(msgspec.convert(decoded, _Line))
-    else:
-        values = asdict(_LINE.decode(line))
-    for key in SAMPLE_KEYS:
-        data = values[key]
-        if data is UNSET:
-            continue
-        if "names" in data:
-            names = tuple(data["names"])
-            if len(set(names)) < len(names):
-                raise ValueError(f"`names` must not repeat a name - at `$.{key}`")
-        if names is None:
-            raise ValueError(f"No sample before this one has `names` - at `$.{key}`")
-        data["names"] = names
-        try:
-            values[key] = expanded(values["step"], data)
-        except ValueError as error:
-            raise ValueError(f"{error} - at `$.{key}`") from error
-    return Record(**values), names

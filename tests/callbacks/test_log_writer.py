@@ -477,8 +477,8 @@ def test_overflow_counts_by_variable_are_recorded_when_they_change(tmp_path):
     overflows = [row.overflow_count for row in counted]
     assert overflows == sorted(set(overflows)) == sorted({row.overflow_count for row in rows} - {0})
     snapshot = optimizer.snapshot()
-    assert counted[-1]["overflows_by_variable"] == snapshot.overflows_by_variable
-    assert counted[-1]["overflow_origins_by_variable"] == snapshot.overflow_origins_by_variable
+    assert counted[-1].overflows_by_variable == snapshot.overflows_by_variable
+    assert counted[-1].overflow_origins_by_variable == snapshot.overflow_origins_by_variable
     assert (
         sum(snapshot.overflow_origins_by_variable.values())
         == overflows[-1] - snapshot.nonfinite_loss_count

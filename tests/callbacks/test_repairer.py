@@ -649,7 +649,7 @@ def test_harm_without_overflow_is_repaired_and_shown_in_tensorboard(tmp_path):
     (event,) = tensorboard(tmp_path, "kmp/fallback")
     text = tf.make_ndarray(event.tensor_proto).item().decode()
     assert event.step == row.step
-    assert text == f"```\nSet to float32: {row['fallback'][0]!r}\n{row['fallback_reason']}\n```"
+    assert text == f"```\nSet to float32: {row.fallback[0]!r}\n{row.fallback_reason}\n```"
 
 
 def test_without_replays_nothing_is_repaired():
