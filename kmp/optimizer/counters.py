@@ -8,7 +8,7 @@ import numpy as np
 import tensorflow as tf
 from keras import ops
 
-from kmp.gradients.tensor_groups import Gradients, values_of
+from kmp.optimizer.named_state import NamedState
 from kmp.optimizer.step_monitor import StepLosses
 
 
@@ -40,43 +40,6 @@ class Counts(NamedTuple):
 
 COUNT_INDEX = {name: index for index, name in enumerate(Counts.__annotations__)}
 _IN_A_ROW = ("overflows_in_a_row", "nonfinite_losses_in_a_row")
-
-
-class NamedState(keras.Layer):
-    """State that is saved by name, and loaded as far as a file has it.
-
-    Files of Keras' own class have none. It is a layer, because that is Keras' public container of
-    saved state. As a child of the optimizer it is saved separately, so the optimizer's list of
-    variables stays the same as that of Keras' own class.
-    """
-
-    def named_variables(self) -> dict[str, keras.Variable]:
-        """Returns the variables by their name in a file."""
-        return {variable.name: variable for variable in self.weights}
-
-    def save_own_variables(self, store: Any) -> None:
-        """Saves the variables by name."""
-        for name, variable in self.named_variables().items():
-            store[name] = variable.numpy()
-
-    def load_own_variables(self, store: Any) -> None:
-        """Loads the variables that a file has.
-
-        Raises:
-            ValueError: Before any is loaded, if they are those of another model.
-        """
-        names = set(store.keys())  # not a dictionary
-        known = {name: each for name, each in self.named_variables().items() if name in names}
-        found = [(variable, np.asarray(store[name])) for name, variable in known.items()]
-        for variable, value in found:
-            if value.shape != tuple(variable.shape):
-                raise ValueError(
-                    f"The optimizer's {variable.name!r} has shape {value.shape} in the file, but"
-                    f" the optimizer needs {tuple(variable.shape)}: the file was saved with another"
-                    " model."
-                )
-        for variable, value in found:
-            variable.assign(value)
 
 
 @keras.saving.register_keras_serializable("kmp")
@@ -147,7 +110,14 @@ class Counters(NamedState):
         counts = self.counts.value * (1 - _mask(*_IN_A_ROW)) + _mask("step")
         if overflowed is not False:
             had_rows = ops.cast(losses.had_rows, "int64")
-            is_origin, nearest = _is_origin(ops.logical_and(flags, losses.were_finite), order)
+            # The backward pass spreads an overflow to every variable before its origin, so the
+            # origin is the flagged variable that is nearest to the loss. After a non-finite loss,
+            # which flags all, there is none.
+            may_be_origin = ops.cast(ops.logical_and(flags, losses.were_finite), "int64")
+            positions = may_be_origin * (np.argsort(order) + 1)
+            nearest = ops.max(positions)
+            is_nearest = ops.equal(positions, nearest)
+            is_origin = ops.cast(ops.logical_and(positions > 0, is_nearest), "int64")
             skipped = _after_skipped_step(
                 self.counts.value, before, losses, is_at_min_scale, nearest, order, scales_loss
             )
@@ -235,44 +205,3 @@ def _after_skipped_step(
 
 def _mask(*names: str) -> np.ndarray:
     return np.array([name in names for name in COUNT_INDEX], np.int64)
-
-
-def _is_origin(flags: tf.Tensor, order: Sequence[int]) -> tuple[tf.Tensor, tf.Tensor]:
-    """Returns which variable is the origin of an overflow.
-
-    The backward pass spreads an overflow to every variable before its origin, so the origin is the
-    flagged variable that is nearest to the loss. After a non-finite loss, which flags all, there is
-    none: the `flags` are false then.
-
-    Returns:
-        int64 of shape `(variables,)`: 1 for the origin, else 0; and the position of the origin in
-        `order`, from 1, or 0 if there is none.
-    """
-    ranks = np.argsort(order) + 1
-    flagged = ops.cast(flags, "int64") * ranks
-    nearest = ops.max(flagged)
-    is_nearest = ops.equal(flagged, nearest)
-    return ops.cast(ops.logical_and(flagged > 0, is_nearest), "int64"), nearest
-
-
-def network_order(gradients: Gradients) -> list[int]:
-    """Returns the indices of the gradients, ordered from the input to the loss.
-
-    The nearer a variable is to the loss, the shorter is the longest path to its gradient through
-    forward pass, loss and backward pass. A variable that is used more than once has the position of
-    its use farthest from the loss. Gradients with paths of equal length, and gradients without a
-    path (`None`, computed eagerly or outside this graph), keep the order of the list.
-    """
-    operations: list[tf.Operation | None] = []
-    for gradient in gradients:
-        values: Any = None if gradient is None else values_of(gradient)
-        operations.append(values.op if tf.is_symbolic_tensor(values) else None)
-    graph = next((op.graph for op in operations if op is not None), None)
-    # The length of the longest path to each operation.
-    longest: dict[tf.Operation | None, int] = {None: 0}
-    # In the order of creation: each comes after its inputs.
-    for operation in graph.get_operations() if graph else ():
-        to_inputs = (longest.get(tensor.op, 0) for tensor in operation.inputs)
-        longest[operation] = 1 + max(to_inputs, default=0)
-    lengths = [longest.get(operation, 0) for operation in operations]
-    return sorted(range(len(gradients)), key=lambda index: -lengths[index])

@@ -1,4 +1,6 @@
-"""Checks of the gradients that are passed to `apply`."""
+"""Checks of what `apply` gets: one gradient for each variable, of its shape."""
+
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
@@ -6,27 +8,31 @@ import tensorflow as tf
 from kmp.gradients.tensor_groups import Gradients, Variables
 
 
-def check_no_pairs(gradients: Gradients) -> None:
-    """Raises an error if pairs of gradients and variables are passed."""
+def checked_variables(
+    gradients: Gradients, given: Variables | None, built_on: Variables | None
+) -> list[Any]:
+    """Returns the variables of gradients.
+
+    Args:
+        gradients: The gradients that `apply` got.
+        given: The variables that it got; `None` for those that the optimizer was built on.
+        built_on: The variables that the optimizer was built on; `None` if it is not built.
+
+    Raises:
+        ValueError: If there is not one for each gradient, of its shape or `None`.
+    """
     for gradient in gradients:
         if isinstance(gradient, tuple) and not hasattr(gradient, "dtype"):
             raise ValueError(
                 "`apply` takes gradients and variables as two lists: apply(gradients, variables)."
                 " For pairs, call apply_gradients(zip(gradients, variables))."
             )
-
-
-def check_any(grads: Gradients) -> None:
-    """Raises Keras' error if all gradients are `None`.
-
-    Keras would raise it inside of the branch of the update, with a message about that.
-    """
-    if all(gradient is None for gradient in grads):
-        raise ValueError("No gradients provided for any variable.")
-
-
-def check_shapes(gradients: Gradients, variables: Variables) -> None:
-    """Raises an error if there is not one gradient for each variable, of its shape or `None`."""
+    given = built_on if given is None else given
+    if given is None:
+        raise ValueError(
+            "The optimizer is not built. Pass `trainable_variables`, or call `build` first."
+        )
+    variables = list(given)
     if len(gradients) != len(variables):
         raise ValueError(
             "`grads` must have one gradient for each variable. "
@@ -47,3 +53,4 @@ def check_shapes(gradients: Gradients, variables: Variables) -> None:
                 f"The gradient of {getattr(variable, 'path', variable.name)!r} must have the"
                 f" variable's shape {tuple(expected)}. Received: {of_rows}shape {received}"
             )
+    return variables

@@ -20,14 +20,13 @@ from kmp.gradients.unscaling import (
     multiply_gradients,
     with_padded_rows,
 )
-from kmp.optimizer.counters import COUNT_INDEX, Counters, network_order
+from kmp.optimizer.counters import COUNT_INDEX, Counters
 from kmp.optimizer.deferred_updates import deferring
-from kmp.optimizer.gradient_checks import check_any, check_no_pairs, check_shapes
-from kmp.optimizer.inner_optimizer import (
-    InnerState,
-    resolve_optimizer,
-    supports_predicated_writes,
-)
+from kmp.optimizer.gradient_checks import checked_variables
+from kmp.optimizer.inner_optimizer import resolve_optimizer
+from kmp.optimizer.named_state import InnerState
+from kmp.optimizer.network_order import network_order
+from kmp.optimizer.predicated_writes import supports_predicated_writes
 from kmp.optimizer.replicated_step import can_compile_on_replicas, take_step_on_replicas
 from kmp.optimizer.step import StepArguments, StepState, bounded_scale, take_step
 from kmp.optimizer.step_monitor import StepMonitor
@@ -107,8 +106,8 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
     (512.0, 1)
     """
 
-    # Of the wrapper, also if the inner optimizer has an attribute of this name. Keras' class has
-    # the first five.
+    # These are attributes of the wrapper, also if the inner optimizer has one of this name. Keras'
+    # class has the first five.
     inner_optimizer: keras.optimizers.Optimizer
     initial_scale: float
     dynamic_growth_steps: int
@@ -174,8 +173,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         self._compiled_step: Any = None
         if jit_compile:
             self._compiled_step = tf.function(self._step, jit_compile=True, autograph=False)
-        # As Keras' `build` does. Here, so that a function which is traced before `build` reads the
-        # variable too.
+        # Keras creates these in `build`. A function that is traced before `build` reads them too.
         options = {"shape": (), "aggregation": "none"}
         initial = keras.initializers.Constant(rule.initial_scale)
         self.step_counter = self.add_variable(
@@ -184,7 +182,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         self.dynamic_scale = self.add_variable(
             dtype="float32", initializer=initial, name="dynamic_scale", **options
         )
-        # Of the variables, from the input to the loss, in the last trace.
+        # The indices of the variables, from the input to the loss, in the last trace.
         self._order: tuple[int, ...] = ()
         self._unscaled_order: list[int] = []
 
@@ -220,7 +218,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         self.counters.build_for(len(var_list))
         self.sampler.build(var_list)
         self._order = tuple(range(len(var_list)))
-        self.step_monitor.build_for(len(var_list))
+        self.step_monitor.unscaled_flags.build_for(len(var_list))
         must_compile = self.jit_compile is True and tf.distribute.has_strategy()
         if must_compile and not can_compile_on_replicas(self.inner_optimizer, var_list):
             user_messages.warn(_JIT_COMPILE_IGNORED)
@@ -244,7 +242,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
             raise TypeError(validation.message("loss", loss, "a tensor or number"))
         loss = ops.convert_to_tensor(loss)
         self.step_monitor.record_loss(loss)
-        # One that the user has overridden: that of Keras returns the loss.
+        # The user may have overridden this method: that of Keras returns the loss.
         loss = ops.convert_to_tensor(self.inner_optimizer.scale_loss(loss))
         loss = ops.cast(loss, keras.backend.result_type(loss.dtype, "float32"))
         if step := recorded_graph():
@@ -282,7 +280,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
                 if is_overwritten(variable):
                     unscaled[index] = grads[index]
         self.step_monitor.record_unscaled(unscaled)
-        # After a clip by the norm of all, each would depend on all.
+        # It is found here: after a clip by the norm of all, each gradient depends on all.
         self._unscaled_order = network_order(grads)
         return unscaled
 
@@ -333,7 +331,8 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         """
         grads = list(grads)
         distribution.check_context("apply", self.built or not grads)
-        variables = self._variables_for(grads, trainable_variables)
+        built_on = self._trainable_variables if self.built else None
+        variables = checked_variables(grads, trainable_variables, built_on)
         if unscaled is None:  # what the order of the calls says
             self.step_monitor.follow_functions()
             stage = self.step_monitor.stage
@@ -342,24 +341,26 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         else:
             unscaled = validation.boolean("unscaled", unscaled)
         if step := recorded_graph():
-            step.add_gradients(AppliedGradients(self, grads, list(variables), unscaled))
+            step.add_gradients(AppliedGradients(self, grads, variables, unscaled))
             if step.only_gradients:
                 return
         if not grads:
             return
-        check_any(grads)
+        if all(gradient is None for gradient in grads):
+            # Keras would raise this inside of the branch of the update, with a message about that.
+            raise ValueError("No gradients provided for any variable.")
         # TensorFlow traces a function whose first trace creates variables once more, which must
         # find the same stage.
         is_traced_twice = not self.built and not tf.executing_eagerly()
         if not self.built:
             self.build(variables)
-        # Keras has no public name for it, nor for the index.
+        # Keras has no public names for these two methods.
         self._check_variables_are_known(variables)
         indices = tuple(map(self._get_variable_index, variables))
         if not is_traced_twice:
             self.step_monitor.end_apply(unscaled)
 
-        # All variables, from the input to the loss.
+        # The order of all variables, from the input to the loss.
         positions = self._unscaled_order
         if not unscaled or len(positions) != len(grads):
             positions = network_order(grads)
@@ -385,7 +386,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
             state = self._step_state
             updates.add(grads, take, state.written, state.read)
             return
-        # Outside of the compiled step, for which a branch would wait.
+        # This is outside of the compiled step, in which a branch would have to wait.
         if self.sampler.is_active:
             self._sample(grads, arguments)
         if not compiles:
@@ -447,22 +448,6 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         if is_eager or not xla.has_gpu():
             return False
         return supports_predicated_writes(inner, variables)
-
-    def _variables_for(self, grads: Gradients, trainable_variables: Variables | None) -> list[Any]:
-        """Returns the variables of gradients.
-
-        Raises:
-            ValueError: If there is not one for each gradient, of its shape.
-        """
-        check_no_pairs(grads)
-        if trainable_variables is None and not self.built:
-            raise ValueError(
-                "The optimizer is not built. Pass `trainable_variables`, or call `build` first."
-            )
-        given = self._trainable_variables if trainable_variables is None else trainable_variables
-        variables = list(given)
-        check_shapes(grads, variables)
-        return variables
 
     def snapshot(self) -> Snapshot:
         """Reads the loss scale, the counters and the last gradient sample from the device.
@@ -583,16 +568,12 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
                 " again."
             )
         inner = vars(self).get("inner_optimizer")
-        if self._is_own(name) or not hasattr(inner, name):
+        is_of_class = name in LossScaleOptimizer.__annotations__ or hasattr(type(self), name)
+        is_own = is_of_class or name in vars(self) or name.startswith("_")
+        if is_own or not hasattr(inner, name):
             super().__setattr__(name, value)
         else:
             setattr(inner, name, value)
-
-    def _is_own(self, name: str) -> bool:
-        """Whether an attribute is that of the wrapper, not of the inner optimizer."""
-        if name.startswith("_") or name in vars(self):
-            return True
-        return name in LossScaleOptimizer.__annotations__ or hasattr(type(self), name)
 
     def _bounded_scale(self, highest: float = LARGEST_SCALE) -> Any:
         scale = bounded_scale(self.rule, self.dynamic_scale, highest)

@@ -9,12 +9,8 @@ import tensorflow as tf
 from kmp.backend import distribution
 from kmp.gradients.tensor_groups import Gradients, Variables
 from kmp.gradients.unscaling import is_overwritten, nonfinite_flags, unscale_for_update
-from kmp.optimizer.inner_optimizer import (
-    clip,
-    supports_predicated_writes,
-    without_clipping,
-    without_strategy,
-)
+from kmp.optimizer.inner_optimizer import clip, without_clipping, without_strategy
+from kmp.optimizer.predicated_writes import supports_predicated_writes
 from kmp.optimizer.step import (
     Agreed,
     StepArguments,

@@ -15,7 +15,7 @@ from kmp.backend.xla import outlined
 from kmp.gradients.tensor_groups import Gradients, Variables
 from kmp.gradients.unscaling import nonfinite_flags, unscale_for_update
 from kmp.optimizer.counters import Counters
-from kmp.optimizer.inner_optimizer import predicated_writes, supports_predicated_writes
+from kmp.optimizer.predicated_writes import predicated_writes, supports_predicated_writes
 from kmp.optimizer.step_monitor import StepLosses, StepMonitor
 from kmp.scaling.rules import LARGEST_APPLIED_SCALE, LARGEST_SCALE
 
@@ -65,11 +65,11 @@ class StepArguments(NamedTuple):
     """How a step is taken: Python's values, which a compiled step is traced for.
 
     Attributes:
-        indices: Of the variables of the gradients, among all variables.
+        indices: The indices of the gradients' variables, among all variables.
         order: The indices of all variables, from the input to the loss.
         unscaled: Whether the gradients are divided by the loss scale already.
-        method: What the user called, which is called of the inner optimizer too, because the user
-            may have overridden it: `"apply"` or `"apply_gradients"`.
+        method: What the user called: `"apply"` or `"apply_gradients"`. The step calls the same
+            method of the inner optimizer, because the user may have overridden it.
     """
 
     indices: tuple[int, ...]
@@ -83,8 +83,8 @@ class Agreed(NamedTuple):
 
     Attributes:
         scale: Scalar float32, the loss scale.
-        divisor: Scalar float32, by which the gradients are still to be divided; `None` if by
-            nothing.
+        divisor: Scalar float32, by which the gradients are still to be divided; `None` if there is
+            nothing left to divide by.
         flags: float32 of shape `(all variables,)`, above 0 for a non-finite gradient.
         losses: The losses of the step, summed over replicas.
     """
@@ -134,7 +134,7 @@ def bounded_scale(
 
 
 def divisor_of(state: StepState, scale: tf.Tensor, unscaled: bool) -> tf.Tensor | None:
-    """Returns what gradients are to be divided by; `None` if by nothing."""
+    """Returns what gradients are to be divided by; `None` if nothing is left to divide by."""
     if unscaled or not state.rule.scales_loss:
         return None
     return ops.minimum(scale, LARGEST_APPLIED_SCALE)
@@ -146,7 +146,7 @@ def flags_of_all(state: StepState, flags: tf.Tensor, arguments: StepArguments) -
     if arguments.unscaled:
         # A clip by value hides NaN and Inf, and a clip by the norm of all gradients makes all of
         # them NaN.
-        before_clip = state.monitor.take_unscaled_flags(len(indices))
+        before_clip = state.monitor.unscaled_flags.take(len(indices))
         flags = tf.where(tf.reduce_any(before_clip > 0), before_clip, flags)
     count = len(state.variables)
     if indices == tuple(range(count)):

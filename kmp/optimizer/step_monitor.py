@@ -77,6 +77,7 @@ class StepMonitor:
 
     Attributes:
         stage: The order of the calls.
+        unscaled_flags: Which gradients `unscale` returned with NaN or Inf.
         loss_dtype: The dtype of the loss that `scale_loss` got last; `None` before the first one.
         has_applied_unscaled: Whether the last `apply` got gradients that were divided by the loss
             scale already.
@@ -84,16 +85,12 @@ class StepMonitor:
 
     def __init__(self, requires_scaling: bool) -> None:
         self.stage = StepStage(requires_scaling)
+        self.unscaled_flags = UnscaledFlags()
         self.loss_dtype: str | None = None
         self.has_applied_unscaled = False
         self._record = distribution.variable("losses_of_step", "float32", (len(_INDEX),))
-        self._unscaled = UnscaledFlags()
         self._loss_is_traced = False
         self._losses_at_unscale: float | None = None
-
-    def build_for(self, gradient_count: int) -> None:
-        """Creates the record of the gradients in `unscale`, which are at most this many."""
-        self._unscaled.build_for(gradient_count)
 
     def begin_train_step(self, is_empty: Any = None, name: str = "self.optimizer") -> None:
         """Begins a `train_step` of `fit`, which has to call `scale_loss`.
@@ -105,8 +102,8 @@ class StepMonitor:
         """
         self.stage.begin_train_step(name)
         if is_empty is not None:
-            # In place of the mark of an earlier batch, on which another optimizer of the model may
-            # have stepped.
+            # This replaces the mark of an earlier batch, on which another optimizer of the model
+            # may have stepped.
             mark = ops.cast(is_empty, "float32")
             self._record.assign(tf.where(_mask("empty_batches"), mark, self._record.value))
 
@@ -124,7 +121,7 @@ class StepMonitor:
         if self.stage.scale_loss():
             # In sharpness-aware minimization, an overflow of the first gradients is in the weights
             # of the second pass: its loss is not the cause.
-            cause = flag * (1.0 - self._unscaled.take_any())
+            cause = flag * (1.0 - self.unscaled_flags.take_any())
         else:
             kept.append("nonfinite")
         new = StepLosses(
@@ -141,7 +138,7 @@ class StepMonitor:
         """Records which gradients `unscale` returned with NaN or Inf."""
         self.stage.unscale(sum(gradient is not None for gradient in gradients))
         self._losses_at_unscale = self._losses_of_functions()
-        self._unscaled.record(gradients)
+        self.unscaled_flags.record(gradients)
 
     def follow_functions(self) -> None:
         """Corrects the stage if a function, which runs without calling Python, scaled a loss.
@@ -153,7 +150,7 @@ class StepMonitor:
             return
         if self._losses_of_functions() not in (None, before):
             self.stage.scale_loss()
-            self._unscaled.clear()
+            self.unscaled_flags.clear()
 
     def _losses_of_functions(self) -> float | None:
         """Returns the number of losses so far, if functions may scale one between eager calls."""
@@ -165,17 +162,9 @@ class StepMonitor:
     def end_apply(self, unscaled: bool) -> None:
         """Records that `apply` was called with this argument."""
         if self.stage.is_unscaled and not unscaled:
-            self._unscaled.clear()
+            self.unscaled_flags.clear()
         self.stage.apply()
         self.has_applied_unscaled = unscaled
-
-    def take_unscaled_flags(self, count: int) -> tf.Tensor:
-        """Returns and clears float32 flags of shape `(count,)`, of the gradients in `unscale`.
-
-        A flag is 1.0 if the gradient had NaN or Inf, else 0.0. If `unscale` got another number of
-        gradients, and any of them had NaN or Inf, all flags are 1.0.
-        """
-        return self._unscaled.take(count)
 
     def take_losses(self) -> tf.Tensor:
         """Returns the record of losses of shape `(6,)` for `StepLosses`; begins the next step."""

@@ -37,7 +37,7 @@ class UnscaledFlags:
         count = len(gradients)
         if self._flags is None:
             self.build_for(count)
-        # They are in the dtypes that decide: the gradients stand for their variables.
+        # Their own dtypes decide, so they stand for their variables too.
         flags = nonfinite_flags(gradients, variables=gradients, divisor=None, replicas=1)
         size = self._flags.shape[0]
         if count <= size:
@@ -56,9 +56,10 @@ class UnscaledFlags:
         return flag
 
     def take(self, count: int) -> tf.Tensor:
-        """Returns float32 flags of shape `(count,)`, and clears the record.
+        """Returns float32 flags of shape `(count,)` of the gradients in `unscale`; clears them.
 
-        All are set, if any is, where `unscale` got another number of gradients.
+        A flag is 1.0 if the gradient had NaN or Inf, else 0.0. If `unscale` got another number of
+        gradients, and any of them had NaN or Inf, all flags are 1.0.
         """
         flags = ops.copy(self._flags)
         self.clear()

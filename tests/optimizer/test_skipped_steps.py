@@ -7,7 +7,7 @@ import pytest
 import tensorflow as tf
 from conftest import optimizer_for
 
-from kmp.optimizer.inner_optimizer import predicated_writes, supports_predicated_writes
+from kmp.optimizer.predicated_writes import predicated_writes, supports_predicated_writes
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*did not go through `scale_loss`")
 
