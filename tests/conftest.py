@@ -1,7 +1,6 @@
 import contextlib
 import fcntl
 import gc
-import math
 import os
 import resource
 import subprocess
@@ -17,28 +16,16 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # makes matrix prod
 
 import keras
 import matplotlib.pyplot as plt
-import msgspec
 import numpy as np
 import pytest
 import tensorflow as tf
 from operation_trace import optimized_graphs
 from packaging.version import Version
+from runs import bin_counts, make_replay, sample_from  # noqa: F401 (for tests/report/test_page.py)
 from tensorflow.python.framework import ops as tensorflow_ops
 
 import kmp
 from kmp.callbacks import replay_time
-from kmp.records import (
-    BIN_COUNT,
-    GradientSample,
-    Header,
-    Record,
-    Replay,
-    Run,
-    Settings,
-    flat_replays,
-)
-from kmp.records.exponent_histogram import FIRST_EXPONENT, INF_BIN, NAN_BIN, ZERO_BIN
-from kmp.records.gradient_sample import COLUMNS
 
 # MirroredStrategy needs two devices for two replicas. This must run before TensorFlow initializes
 # its devices.
@@ -181,20 +168,6 @@ def sequential(*layers, shape=(4,), optimizer="sgd", loss="mse", **arguments):
     return model
 
 
-def make_replay(examples, loss_scale, loss, float32_loss, is_finite, is_finite_in_float32, **parts):
-    """Returns a `Replay` from the values of its parts, by the keys of the first log version."""
-    values = {
-        "examples": examples,
-        "loss_scale": loss_scale,
-        "loss": loss,
-        "float32_loss": float32_loss,
-        "is_finite": is_finite,
-        "is_finite_in_float32": is_finite_in_float32,
-    }
-    flat = msgspec.to_builtins(values | {"float32_layers": []} | parts)
-    return msgspec.convert(flat_replays.nested(flat), Replay)
-
-
 def without_replays(*args, **arguments):
     """Returns `kmp.callbacks.defaults` without replays, which take most of the time."""
     return kmp.callbacks.defaults(*args, **{"replay": False} | arguments)
@@ -274,39 +247,6 @@ def training_rates(float16, bfloat16, xla=1.0):
         measurement.comparison(precision.TRAINING, "block", "graph", rates, "tokens/s"),
         measurement.comparison(precision.TRAINING, "block", "XLA", compiled, "tokens/s"),
     ]
-
-
-def bin_counts(exponents=(), zero=0, inf=0, nan=0):
-    """Returns the counts of a histogram; `exponents` is a dictionary of counts by exponent."""
-    counts = np.zeros(BIN_COUNT, np.int64)
-    counts[[ZERO_BIN, INF_BIN, NAN_BIN]] = zero, inf, nan
-    for exponent, count in dict(exponents).items():
-        counts[exponent - FIRST_EXPONENT + 1] = count
-    return counts
-
-
-def run_of(*rows, **settings):
-    """Returns a run with these settings, and with records that have the keys of these rows."""
-    header = Header(settings=Settings(**settings))
-    return Run([Record(**row) for row in rows], header)
-
-
-def sample_from(step, loss_scale, variables):
-    """Returns a sample of variables, given by path.
-
-    Each is a dictionary with any of `zero`, `inf`, `nan`, `counts` (by exponent, starting with
-    `first`), `amax` and the other columns of a sample.
-    """
-    counts = np.zeros((len(variables), BIN_COUNT), np.int64)
-    columns = {key: [] for key in COLUMNS}
-    for row, values in zip(counts, variables.values(), strict=True):
-        row[[ZERO_BIN, INF_BIN, NAN_BIN]] = [values.get(key, 0) for key in ("zero", "inf", "nan")]
-        first = values.get("first", FIRST_EXPONENT) - FIRST_EXPONENT + 1
-        row[first : first + len(values.get("counts", ()))] = values.get("counts", ())
-        for key, column in columns.items():
-            column.append(values.get(key, 0 if COLUMNS[key] == "count" else math.nan))
-    arrays = {key: np.array(column) for key, column in columns.items()}
-    return GradientSample(step, loss_scale, tuple(variables), counts, **arrays)
 
 
 @contextlib.contextmanager

@@ -4,10 +4,10 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from conftest import bin_counts, make_replay, run_of, sample_from
+from runs import bin_counts, make_replay, run_of, sample_from
 
 from kmp import what_if
-from kmp.records import GradientSample
+from kmp.records import GradientSample, Record
 from kmp.records.replay import LayerSearch
 
 
@@ -58,7 +58,7 @@ def test_variables_of_float32_layers_are_ignored():
         {"first": -30, "counts": [1], "amax": 2.0**-30},
         {"first": 0, "counts": [1], "amax": 1.0},
     )
-    row = {"step": 1, "sample": sample_from(1, 1.0, {"a": small, "b": large})}
+    row = Record(step=1, sample=sample_from(1, 1.0, {"a": small, "b": large}))
 
     def underflow(*float32_variables):
         return what_if(run_of(row, float32_variables=list(float32_variables))).at(0)["underflow"]
@@ -70,7 +70,7 @@ def test_variables_of_float32_layers_are_ignored():
 def test_float32_reference_makes_the_curve_exact_unless_it_overflowed():
     reference = sample([0, 0, 2.0**-40, 2.0**-4])
     curve = what_if(
-        run_of({"step": 1, "sample": sample([0, 0, 0, 1.0], scale=2.0**4), "reference": reference})
+        run_of(Record(step=1, sample=sample([0, 0, 0, 1.0], scale=2.0**4), reference=reference))
     )
     assert (curve.is_measured, curve.is_lowest_known) == (True, True)
     assert not curve.is_extrapolated.any()
@@ -84,7 +84,7 @@ def test_float32_reference_makes_the_curve_exact_unless_it_overflowed():
     assert curve.at(16)["underflow"] == 0.0
     curve = what_if(
         run_of(
-            {"step": 1, "sample": sample([1.0, 0.0])}, {"step": 2, "reference": sample([np.inf])}
+            Record(step=1, sample=sample([1.0, 0.0])), Record(step=2, reference=sample([np.inf]))
         )
     )
     assert (curve.is_measured, curve.at(0)["underflow_bound"]) == (False, 0.5)
@@ -110,7 +110,7 @@ OVERFLOWS_AT_EVERY_SCALE = replace(
     ],
 )
 def test_recommended_range_extends_from_underflow_to_one_bit_below_overflow(row, recommended):
-    curve = what_if(run_of({"step": 1} | row))
+    curve = what_if(run_of(Record(step=1, **row)))
     assert curve.recommended == recommended
     assert np.isfinite(curve.underflow).all()
 

@@ -19,7 +19,6 @@ from conftest import (
     fit,
     folder_locked_by_another_process,
     is_locked,
-    sample_from,
     sequential,
     small_data,
     tensorboard,
@@ -28,6 +27,7 @@ from conftest import (
 )
 from models import OwnStep
 from msgspec import UNSET
+from runs import sample_from
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import kmp

@@ -12,10 +12,10 @@ from dataclasses import replace
 
 import matplotlib.pyplot as plt
 import pytest
-from conftest import make_replay, sample_from
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from rich.console import Console
+from runs import make_replay, sample_from
 
 import kmp
 from kmp import plots, report
@@ -83,10 +83,10 @@ FAILED = make_replay(
         "zero": ["c/bias"],
         "float32_layers": ["a"],
     },
-    nonfinite=[
+    operations=[
         NonfiniteOperation("a", "Exp", "float16", "inf", 12.0, 1.0, None, is_backward=False)
     ],
-    **{"nonfinite_outputs": ["a"], "activation_gradients": {"a": 2.0}},
+    **{"outputs": ["a"], "of_activations": {"a": 2.0}},
 )
 COMPARED = make_replay(
     *(8, 1024.0, 1.0, 1.0, True, True),
