@@ -7,8 +7,8 @@ from html.parser import HTMLParser
 
 import msgspec
 import pytest
-from conftest import sample_from
 from rich.console import Console
+from runs import sample_from
 
 from kmp import report
 from kmp.advice import Advice, ComputeInFloat32, Finding

@@ -5,7 +5,6 @@ import re
 import matplotlib as mpl
 import matplotlib.pyplot as plt
 import pytest
-from conftest import sample_from
 from report_runs import (
     FINDING,
     Page,
@@ -23,6 +22,7 @@ from report_runs import (
     undrawn,
     with_metrics,
 )
+from runs import sample_from
 
 import kmp
 from kmp import report

@@ -3,7 +3,6 @@
 import math
 
 import pytest
-from conftest import sample_from
 from report_runs import (
     bells,
     compared_run,
@@ -14,6 +13,7 @@ from report_runs import (
     underflowing_run,
     with_metrics,
 )
+from runs import sample_from
 
 from kmp.records import Record, Run
 from kmp.report.run_summary import RunSummary
