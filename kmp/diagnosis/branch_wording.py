@@ -45,4 +45,4 @@ def tried_for_branch(search: LayerSearch, replay: Replay, run: Observations) -> 
     numbers = f" ({numbers})" if numbers else ""
     if search.is_found:
         return f"with these layers in float32 {what}{numbers}"
-    return f"no; no few layers were found with which {what}{numbers}"
+    return f"no; a search found no small set of layers with which {what}{numbers}"

@@ -47,7 +47,7 @@ def replayed(run: Observations, replay: Replay, result: str) -> Change:
     if needs_scale and usable > replay.loss_scale:  # a smaller one is for the causes of overflows
         edits = (larger_scale(run, math.log2(usable)),)
         return Change(edits, f"at this loss scale {result}")
-    return Change((IN_FLOAT32,), f"no; no few layers were found with which {result}")
+    return Change((IN_FLOAT32,), f"no; a search found no small set of layers with which {result}")
 
 
 def normalized(array: str) -> PrepareData:

@@ -57,7 +57,8 @@ def how_to_find_layer(run: Observations) -> str:
         return f"no replay shows where: {in_float32}"
     if missing.remedy == FLOAT32_TRAINING:
         return f"no replay shows where, because {missing.reason}: {in_float32}"
+    remedy = missing.remedy.partition("; or ")[0]
     return (
-        f"no replay shows where ({missing.reason}); {missing.remedy} names the first layer that is"
-        " not finite"
+        f"no replay shows where ({missing.reason}); {remedy} names the first layer that is not"
+        " finite"
     )

@@ -20,7 +20,7 @@ from kmp.diagnosis.operations import (
     is_slope,
     lost_constants,
 )
-from kmp.diagnosis.wording import is_zero_because, skipped_with_finite_loss
+from kmp.diagnosis.wording import counted, is_zero_because, skipped_with_finite_loss
 from kmp.records import Replay
 from kmp.records.replay import NonfiniteOperation
 from kmp.utils.float_formats import FLOAT16, FLOAT32, as_power
@@ -160,9 +160,8 @@ class BackwardOverflow(Cause):
             )
         zero = run.gradients.all_zero_variables if run.format is FLOAT16 else []
         if zero:
-            parts.append(
-                f"at this scale the gradients of {len(zero)} variables are zero, such as {zero[-1]}"
-            )
+            gradients = f"the gradients of {counted(len(zero), 'variable')} are zero"
+            parts.append(f"at this scale {gradients}, such as {zero[-1]}")
         return "; ".join(parts)
 
     @property

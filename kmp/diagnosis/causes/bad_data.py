@@ -53,7 +53,7 @@ class BadData(Cause):
             condition = f"np.abs({array}) <= {highest:g}"
         change = Change((keep_examples(array, condition, replay),))
         if is_in_range:
-            change = Change((changes.normalized("x"),))
+            change = Change((changes.normalized(array),))
             if replay.float32_layers:
                 change = changes.replayed(run, replay, finite_results(replay))
         return cls(
@@ -90,8 +90,12 @@ class BadData(Cause):
 
     @property
     def note(self) -> str:
-        how = "with its mean and standard deviation, in training and later"
-        return f"or normalize {self.array}, {how}" if self.largest else ""
+        if not self.largest:
+            return ""
+        how = "with the same mean and deviation in training and later"
+        if self.change.edits == (changes.normalized(self.array),):
+            return how
+        return f"or normalize {self.array}, {how}"
 
 
 def _makes_nonfinite(run: Observations, replay: Replay, part: NonfinitePart) -> bool:

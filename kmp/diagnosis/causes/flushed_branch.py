@@ -11,6 +11,7 @@ from kmp.diagnosis.cause import Cause
 from kmp.diagnosis.causes.scale_too_small import NO_HEADROOM, largest_usable_scale
 from kmp.diagnosis.edits import NO_CHANGE, Change
 from kmp.diagnosis.observations import Observations
+from kmp.diagnosis.wording import counted
 from kmp.utils.float_formats import FLOAT16, as_power
 
 
@@ -74,10 +75,11 @@ class FlushedBranch(Cause):
     def evidence(self) -> str:
         numbers = distance(self.gap)
         numbers = f"; {numbers}" if numbers else ""
+        flushed, alive = counted(self.flushed, "variable"), counted(self.alive, "variable")
         return (
-            f"replayed at the loss scale {as_power(self.loss_scale)}, {self.flushed} variables have"
-            " gradients of which float16 flushes more than half to zero and float32 none;"
-            f" {self.alive} variables lose less than 5 %{numbers}"
+            f"replayed at the loss scale {as_power(self.loss_scale)}, float16 flushes more than half"
+            f" of the gradients of {flushed} to zero and float32 none; of {alive} less than"
+            f" 5 %{numbers}"
         )
 
     @property

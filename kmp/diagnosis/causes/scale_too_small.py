@@ -13,7 +13,7 @@ from kmp.diagnosis.observations import Observations
 from kmp.scaling import DynamicScale
 from kmp.utils.float_formats import FLOAT16, as_power
 
-NO_HEADROOM = "a larger loss scale would overflow, and no change was replayed: try"
+NO_HEADROOM = "a larger loss scale would overflow, and no change was replayed:"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,7 +140,7 @@ class ScaleTooSmall(Cause):
         if not self.largest:
             return ""
         layer = self.run.model.layer_of(self.largest)
-        return f"{NO_HEADROOM} a smaller loss weight for that part, or float32 for {layer}"
+        return f"{NO_HEADROOM} try a smaller loss weight for that part, or float32 for {layer}"
 
 
 def largest_usable_scale(run: Observations) -> Edits:
