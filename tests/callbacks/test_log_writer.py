@@ -546,8 +546,8 @@ def test_layers_that_the_first_step_builds_have_their_final_paths_also_in_a_seco
         model.compile("sgd", "sparse_categorical_crossentropy", run_eagerly=True)
         fit(model, without_replays(tmp_path), batches=2)
         settings = kmp.load_run(tmp_path).settings
-        assert settings["layers"] == {"classifier/hidden": "Dense", "unused": "Dense"}
-        assert settings["variable_dtypes"] == ["float32"]
+        assert settings.layers == {"classifier/hidden": "Dense", "unused": "Dense"}
+        assert settings.variable_dtypes == ["float32"]
 
 
 @pytest.mark.parametrize("trained", [2, 4])
@@ -568,8 +568,8 @@ def test_variables_that_a_loop_does_not_pass_to_the_optimizer_are_recorded(train
     callbacks.on_train_end()
     settings = kmp.load_run(tmp_path).settings
     missing = ["net/first/kernel", "net/first/bias"] if trained == 2 else []
-    assert settings["untrained_variables"] == missing
-    assert settings["next_layers"] == {"net/first": ["net/last"], "net/last": []}
+    assert settings.untrained_variables == missing
+    assert settings.next_layers == {"net/first": ["net/last"], "net/last": []}
 
 
 def test_model_whose_step_calls_only_its_parts_is_recorded(tmp_path):

@@ -173,8 +173,8 @@ def test_overflows_are_counted_and_the_rate_is_since_the_last_record():
     records = [record for record in callback.run.rows if not record.metrics]
     assert [record.step for record in records] == [1, 2, 4, 8, 10, 20, 30, 40]
     fourth, eighth = records[2:4]
-    new = eighth["overflow_count"] - fourth["overflow_count"]
-    assert eighth["overflow_rate"] == new / 4 > 0
+    new = eighth.overflow_count - fourth.overflow_count
+    assert eighth.overflow_rate == new / 4 > 0
 
 
 def test_every_epoch_has_a_histogram_of_the_chosen_variables():
