@@ -21,7 +21,6 @@ import pytest
 import tensorflow as tf
 from operation_trace import optimized_graphs
 from packaging.version import Version
-from runs import bin_counts, make_replay, sample_from  # noqa: F401 (for tests/report/test_page.py)
 from tensorflow.python.framework import ops as tensorflow_ops
 
 import kmp

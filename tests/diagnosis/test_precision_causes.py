@@ -28,6 +28,7 @@ from kmp.records.replay import (
     LOSS_FUNCTION,
     GradientError,
     LayerError,
+    LossyOperation,
     LostWeight,
     StateError,
     UnscaledGradients,
@@ -118,6 +119,51 @@ def test_outputs_that_an_operation_outside_of_the_layers_changes_have_no_origin(
     assert isinstance(cause, WrongOutputs if is_cause else WrongGradients)
     if is_cause:
         assert (cause.origin, cause.location) == (None, "net")
+
+
+SQUARE = operation("Square", "inf", "net/norm/inner")
+SUBTRACTION = LossyOperation("net/norm", "Sub", "cancellation", "float16", 20480.0, 1.31, 1.0, 9.0)
+
+
+def lost_weight(zero=0.0, infinite=0.0):
+    return {"lost_weights": [LostWeight("net/norm/scale", zero, infinite)]}
+
+
+@pytest.mark.parametrize(
+    ("measured", "is_reason"),
+    [
+        ({"operations": [SQUARE]}, True),
+        ({"operations": [replace(SQUARE, layer="net/normal")]}, False),
+        (lost_weight(zero=0.11), True),
+        (lost_weight(zero=0.1), False),
+        (lost_weight(infinite=0.11), True),
+        ({"layer_errors": [LayerError("net/norm", 1.1, 1.0, 0.51)]}, True),
+        ({"layer_errors": [LayerError("net/norm", 1.1, 1.0, 0.5)]}, False),
+        ({"underflows": {"net/norm": 0.51}}, True),
+        ({"underflows": {"net/norm": 0.5}}, False),
+        ({"underflows": {"net/head": 0.7}}, False),
+        ({"lossy": [replace(SUBTRACTION, error=0.051)]}, True),
+        ({"lossy": [replace(SUBTRACTION, error=0.05)]}, False),
+        ({"lossy": [replace(SUBTRACTION, layer="net/head")]}, False),
+    ],
+)
+def test_reason_is_what_was_measured_in_the_layer(measured, is_reason):
+    cause, plain = (
+        problem(comparing(compared(1.1, **IN_NORM | values))) for values in (measured, {})
+    )
+    assert (cause.title != plain.title) == is_reason
+
+
+def test_worst_operation_in_a_layer_is_the_reason():
+    smaller, elsewhere = (
+        replace(SUBTRACTION, error=0.1, typical=7.0),
+        replace(SUBTRACTION, layer="net/head", error=100.0),
+    )
+    several, alone = (
+        problem(comparing(compared(1.1, **IN_NORM, lossy=operations)))
+        for operations in ([elsewhere, smaller, SUBTRACTION], [SUBTRACTION])
+    )
+    assert several.title == alone.title
 
 
 # Gradients.

@@ -250,11 +250,19 @@ def test_verdict_does_not_reassure_where_rounded_outputs_differ_by_more_than_tho
         assert found.startswith("bfloat16 does not hurt this run: ") == is_good
 
 
+INF = sampled(50, {"net/kernel": {"inf": 4, "norm": 1.0}})
+REFERENCE = Record(step=50, reference=sample_from(50, 1.0, {"net/kernel": gradient(-6)}))
+
+
 @pytest.mark.parametrize(
-    ("has_nan", "part"), [(True, "no sampled step was finite"), (False, "none were sampled")]
+    ("records", "part"),
+    [
+        ([INF], "no sampled step was finite"),
+        ([INF, REFERENCE], "no sampled step was finite"),
+        ([Record(step=50)], "none were sampled"),
+    ],
 )
-def test_run_without_finite_samples_is_not_judged(has_nan, part):
-    record = sampled(50, {"net/kernel": {"nan": 4, "norm": 1.0}}) if has_nan else Record(step=50)
-    found = verdict_of(record)
+def test_run_without_finite_samples_is_not_judged(records, part):
+    found = verdict_of(*records)
     assert found.startswith(UNKNOWN)
     assert part in found

@@ -4,6 +4,8 @@ import math
 
 import pytest
 from runs import (
+    BFLOAT16,
+    FLOAT32,
     edits_of,
     failed_backward,
     failed_in_float32,
@@ -188,6 +190,11 @@ def test_explosion_is_a_loss_that_rose_with_large_updates(records, expected):
     if expected == ["exploding"]:
         assert isinstance(found[0], Exploding)
         assert (found[0].severity, found[0].is_cured_by_float32) == (ERROR, False)
+
+
+@pytest.mark.parametrize("settings", [BFLOAT16, FLOAT32])
+def test_updates_that_are_too_large_are_reported_in_every_format(settings):
+    assert isinstance(problem(training(ROSE, **settings)), Exploding)
 
 
 def test_growth_of_weights_between_samples_is_an_update():
