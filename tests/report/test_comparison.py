@@ -93,14 +93,6 @@ def test_empty_run_is_compared_with_a_healthy_run():
     assert ("skipped steps", "0", "unknown") in counts.rows
 
 
-def test_runs_without_metrics_have_one_table():
-    runs = [RunSummary("scaled", healthy_run()), RunSummary("float32", run_in("float32"))]
-    table, nothing = comparison(runs)
-    assert table.rows[0] == ("findings", "none", "none")
-    assert ("current loss scale", "2^4", "none") in table.rows
-    assert nothing.rows == ()
-
-
 def test_layers_that_differ_are_listed_from_their_first_step():
     first = net_of("", "_1")
     second = net_of("_7", "_8")

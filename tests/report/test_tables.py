@@ -104,12 +104,10 @@ def test_variables_that_underflow_without_overflow_are_listed():
     )
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_variables_with_nan_or_inf_are_listed_in_another_format(dtype):
-    table = nonfinite_variables(RunSummary("first", run_in(dtype, skipped=30)))
+def test_variables_with_nan_or_inf_are_listed_in_another_format():
+    table = nonfinite_variables(RunSummary("first", run_in("bfloat16", skipped=30)))
     assert table.columns == ("variable", "origin", "not finite")
     assert table.rows[0] == ("m/last/kernel", "30", "30")
-    assert {row[1:] for row in table.rows[1:]} == {("0", "30")}
 
 
 def test_no_scale_is_recommended_for_gradients_that_span_more_than_float16():
@@ -126,7 +124,6 @@ def test_no_scale_is_recommended_for_gradients_that_span_more_than_float16():
     ("table", "run", "reason"),
     [
         (gradients, COUNTED, NOT_SAMPLED),
-        (other_scales, COUNTED, NOT_SAMPLED),
         (other_scales, OVERFLOWED, "No sampled gradient was finite."),
         (other_scales, run_in("bfloat16"), ""),
         (nonfinite_variables, COUNTED, ALL_FINITE),
@@ -226,10 +223,7 @@ def test_text_alternative_has_the_numbers_of_the_figure(name, facts):
     ("name", "run", "reason"),
     [
         ("loss_scale", COUNTED, "The loss scale was not recorded."),
-        ("gradient_exponents", COUNTED, NOT_SAMPLED),
-        ("exponents_over_steps", COUNTED, NOT_SAMPLED),
         ("what_if", COUNTED, NOT_SAMPLED),
-        ("what_if", OVERFLOWED, "No sampled gradient was finite."),
         ("overflowing_variables", COUNTED, "No variable overflowed."),
         ("overflowing_variables", NOT_COUNTED, "Overflows were not counted."),
         ("overflowing_variables", run_in("bfloat16"), ALL_FINITE),
