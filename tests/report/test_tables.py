@@ -1,17 +1,20 @@
-"""The tables of one run, and its numbers in words."""
+"""The tables and figures of one run; `tests/plots` checks what is drawn."""
 
 import math
 
 import pytest
 from report_runs import (
+    COUNTED,
+    NOT_COUNTED,
+    OVERFLOWED,
     bells,
     compared_run,
+    figures_of,
     header_of,
     healthy_run,
     record_of,
     run_in,
     underflowing_run,
-    with_metrics,
 )
 from runs import sample_from
 
@@ -26,30 +29,20 @@ from kmp.report.run_tables import (
     other_scales,
     overflow_and_underflow,
 )
-from kmp.report.texts import number, share
-
-NOT_COUNTED = Run([Record(step=5, loss_scale=8.0)])
-COUNTED = Run([Record(step=5, overflow_count=0)], header_of())
-OVERFLOWED = Run([record_of(bells(5, inf=3))], header_of())
-
-
-def columns_of(table):
-    """Returns the cells below each heading."""
-    return dict(zip(table.columns, zip(*table.rows, strict=True), strict=True))
+from kmp.report.texts import share
 
 
 def test_gradients_are_of_the_newest_sample_by_layer():
     table = gradients(RunSummary("first", underflowing_run()))
-    layers = bells(300).by_layer()
-    first, last = layers["m/first"], layers["m/last"]
+    first, last = (bells(300).by_layer()[name] for name in ("m/first", "m/last"))
     subnormal = last.zones["subnormal"] + last.zones["below_subnormal"]
-    columns = columns_of(table)
+    columns = dict(zip(table.columns, zip(*table.rows, strict=True), strict=True))
     assert columns["layer"] == ("m/first", "m/last")
     assert columns["elements"] == (f"{first.total:,}", f"{last.total:,}")
     assert columns["zero"][0] == share(first.zero_fraction)
     assert columns["subnormal"][1] == share(subnormal / last.total)
-    assert columns["amax"][1] == number(2.0**5)
-    assert columns["norm"][0] == number(math.sqrt(0.5))
+    assert columns["amax"][1] == "32"
+    assert columns["norm"] == ("0.707", "0.5")
     assert columns["update / weight"] == ("0.001", "0.001")
     assert columns["updates lost"] == ("25%", "25%")
     assert "Step 300, loss scale 2^4." in table.note
@@ -93,17 +86,13 @@ def test_skipped_steps_and_origins_are_counted_since_training_began_also_after_a
     counts = dict(summary.counts)
     assert counts["skipped steps"] == "60 (20%)"
     assert counts["last overflow origin"] == "m/last/kernel"
-    by_variable = overflow_and_underflow(summary)
-    assert by_variable.columns[:3] == ("variable", "overflow origin", "overflowed")
-    assert {row[:3] for row in by_variable.rows} == {
+    assert [row[:3] for row in overflow_and_underflow(summary).rows] == [
         ("m/last/kernel", "60", "60"),
         ("m/first/kernel", "0", "60"),
         ("m/first/bias", "0", "60"),
-    }
-    assert by_variable.rows[0][0] == "m/last/kernel"
+    ]
     scales = other_scales(summary)
-    assert columns_of(scales)["loss scale"][0] == "in use: 2^4"
-    assert columns_of(scales)["would be skipped"][0] == "100%"
+    assert (scales.rows[0][0], scales.rows[0][-1]) == ("in use: 2^4", "100%")
     assert scales.note.count("60 of 300 steps were skipped") == 1
 
 
@@ -115,12 +104,10 @@ def test_variables_that_underflow_without_overflow_are_listed():
     )
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_variables_with_nan_or_inf_are_listed_in_another_format(dtype):
-    table = nonfinite_variables(RunSummary("first", run_in(dtype, skipped=30)))
+def test_variables_with_nan_or_inf_are_listed_in_another_format():
+    table = nonfinite_variables(RunSummary("first", run_in("bfloat16", skipped=30)))
     assert table.columns == ("variable", "origin", "not finite")
     assert table.rows[0] == ("m/last/kernel", "30", "30")
-    assert {row[1:] for row in table.rows[1:]} == {("0", "30")}
 
 
 def test_no_scale_is_recommended_for_gradients_that_span_more_than_float16():
@@ -137,7 +124,6 @@ def test_no_scale_is_recommended_for_gradients_that_span_more_than_float16():
     ("table", "run", "reason"),
     [
         (gradients, COUNTED, NOT_SAMPLED),
-        (other_scales, COUNTED, NOT_SAMPLED),
         (other_scales, OVERFLOWED, "No sampled gradient was finite."),
         (other_scales, run_in("bfloat16"), ""),
         (nonfinite_variables, COUNTED, ALL_FINITE),
@@ -173,15 +159,6 @@ def test_status_is_that_of_the_worst_finding(run, status, findings):
     assert (summary.status, summary.findings_count) == (status, findings)
 
 
-def test_metrics_come_before_the_counts_of_a_run_without_the_learning_rate():
-    summary = RunSummary("first", with_metrics(healthy_run(), loss=0.6, val_loss=0.9))
-    assert summary.numbers[:3] == (
-        ("val_loss", "0.9"),
-        ("loss", "0.6"),
-        ("computed in", "float16 and float32"),
-    )
-
-
 def test_settings_are_those_of_the_log_without_defaults():
     run = healthy_run(
         learning_rate=0.0020000000949949026,
@@ -205,17 +182,54 @@ def test_settings_are_those_of_the_log_without_defaults():
     }
 
 
+def test_share_is_not_rounded_to_none_or_all():
+    values = None, math.nan, 0.0, 1e-9, 0.125, 0.99999, 1.0
+    assert [*map(share, values)] == ["unknown", "unknown", "0%", "<0.1%", "12.5%", ">99.9%", "100%"]
+
+
+SCALED = ["loss_scale", "gradient_exponents", "exponents_over_steps", "what_if"]
+
+
 @pytest.mark.parametrize(
-    ("value", "text"),
+    ("run", "names"),
     [
-        (None, "unknown"),
-        (math.nan, "unknown"),
-        (0.0, "0%"),
-        (1e-9, "<0.1%"),
-        (0.125, "12.5%"),
-        (0.99999, ">99.9%"),
-        (1.0, "100%"),
+        (healthy_run(), [*SCALED, "overflowing_variables"]),
+        (compared_run(), [*SCALED, "overflowing_variables", "layer_errors"]),
+        (run_in("bfloat16"), [*SCALED[1:3], "overflowing_variables"]),
+    ],
+    ids=["float16", "compared with float32", "bfloat16"],
+)
+def test_figures_are_those_of_what_was_measured_in_the_format_of_the_run(run, names):
+    assert list(figures_of(run)) == names
+
+
+@pytest.mark.parametrize(
+    ("name", "facts"),
+    [
+        ("loss_scale", ["2^4 at the end", "60 of 300 steps were skipped"]),
+        ("gradient_exponents", ["step 300", "below float16's normal range", "near overflow"]),
+        ("exponents_over_steps", ["6 samples, from step 50 to 300"]),
+        ("what_if", ["Recommended: "]),
+        ("overflowing_variables", ["m/last/kernel was the overflow origin in 100%"]),
+        ("layer_errors", ["3 layers in step 300", "by 1.25", "begins at m/last, which adds 1.5"]),
     ],
 )
-def test_share_is_not_rounded_to_none_or_all(value, text):
-    assert share(value) == text
+def test_text_alternative_has_the_numbers_of_the_figure(name, facts):
+    alt = figures_of(compared_run(skipped=60))[name].alt
+    assert [fact for fact in facts if fact not in alt] == []
+
+
+@pytest.mark.parametrize(
+    ("name", "run", "reason"),
+    [
+        ("loss_scale", COUNTED, "The loss scale was not recorded."),
+        ("what_if", COUNTED, NOT_SAMPLED),
+        ("overflowing_variables", COUNTED, "No variable overflowed."),
+        ("overflowing_variables", NOT_COUNTED, "Overflows were not counted."),
+        ("overflowing_variables", run_in("bfloat16"), ALL_FINITE),
+    ],
+)
+def test_what_was_not_measured_has_a_reason_in_place_of_a_figure(name, run, reason):
+    figure = figures_of(run)[name]
+    assert figure.source is None
+    assert figure.caption.startswith(reason)
