@@ -19,7 +19,7 @@ class SavedValue(NamedTuple):
 
     Attributes:
         owner: The layer of the user's own that has it, with other variables that belong together;
-            `None` of a layer of Keras, and of one alone.
+            `None` if the layer is of Keras, or if no layer is known.
     """
 
     variable: keras.Variable | tf.Variable
@@ -52,14 +52,14 @@ class AssignmentRecord:
         # The replicas of MirroredStrategy are traced in turns, and share the weight.
         if self._replica != distribution.replica_id() or not _is_in(self._graph):
             return
-        # In the graph of the step: a value that is read in the graph of a function, a branch or a
-        # loop exists only there. The step reads it before it calls that.
+        # The value is read in the graph of the step, before that calls the function, the branch or
+        # the loop that assigns another one: a value that is read in there exists only there.
         with contextlib.nullcontext() if self._graph is None else self._graph.as_default():
             value = keras_internals.uncast_value(variable)
         self._saved[id(variable)] = SavedValue(variable, value)
 
 
-# Of the guarded steps that run now.
+# The records of the guarded steps that run now.
 _open_records: list[AssignmentRecord] = []
 
 
@@ -114,13 +114,15 @@ class CreationRecord:
     def initial(self, variable: keras.Variable | tf.Variable) -> SavedValue | None:
         """Returns a variable that was created in the context, with its initial value.
 
-        `None` if that is not known here: Keras builds layers in a graph of its own. TensorFlow then
-        traces the step once more, with the variable, before it runs it.
+        Returns `None` if the code that is traced now cannot use that value: Keras builds layers in
+        a graph of its own. TensorFlow then traces the step once more, with the variable, before it
+        runs it.
         """
         created = variable.value if isinstance(variable, keras.Variable) else variable
         value = self._values.get(id(created))
         if value is not None:
-            return SavedValue(variable, value) if _is_accessible(value) else None
+            is_usable = not tf.is_symbolic_tensor(value) or _is_in(value.graph)
+            return SavedValue(variable, value) if is_usable else None
         # It was created outside the graph, which has not run yet: the current value is the initial
         # one.
         with tf.init_scope():
@@ -133,11 +135,6 @@ def creations_recorded() -> Iterator[CreationRecord]:
     record = CreationRecord()
     with tf.variable_creator_scope(record.create):
         yield record
-
-
-def _is_accessible(tensor: tf.Tensor) -> bool:
-    """Whether code that is traced now can use a tensor."""
-    return not tf.is_symbolic_tensor(tensor) or _is_in(tensor.graph)
 
 
 def _is_in(graph: tf.Graph | None) -> bool:

@@ -64,11 +64,11 @@ def run_compiled(step: Callable[[Any], Any], data: Any, layers: Iterable[keras.L
 def _check_devices(function: Any) -> None:
     """Raises an error if a concrete function uses a variable that its replica does not have.
 
-    One that is created outside of `strategy.scope()` is on one device only, which compiled code of
-    another device cannot reach: such as the metrics of a `compile` there.
+    One that is created outside of `strategy.scope()`, such as a metric of a `compile` there, is on
+    one device only, which compiled code of another device cannot reach.
     """
     strategy = tf.distribute.get_strategy()
-    # A list of lists under some strategies.
+    # Under some strategies it is a list of lists.
     (device,) = tf.nest.flatten(tf.distribute.get_replica_context().devices)
     has_several = strategy.num_replicas_in_sync > 1
     for variable in function.variables:

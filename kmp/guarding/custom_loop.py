@@ -1,7 +1,7 @@
 """`guard`, for the step of a custom training loop."""
 
 import contextlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import keras
@@ -15,7 +15,7 @@ from kmp.optimizer import LossScaleOptimizer
 from kmp.utils import validation
 
 if TYPE_CHECKING:
-    from kmp.replay import BatchCapture
+    pass
 
 
 @contextlib.contextmanager
@@ -29,8 +29,7 @@ def guard(optimizer: LossScaleOptimizer, *layers: keras.Layer) -> Iterator[None]
     Restores, on each replica, the float weights created with `trainable=False`, the states of
     stateful RNNs, each float `tf.Variable` in an attribute of a layer, and trainable weights to
     which code other than the optimizer assigns a value, as `keras.layers.SpectralNormalization` and
-    sharpness-aware minimization do. Does not
-    restore random seeds and integer variables.
+    sharpness-aware minimization do. Does not restore random seeds and integer variables.
 
     Args:
         optimizer: The `kmp.LossScaleOptimizer` whose `apply` is called in the context.
@@ -53,7 +52,9 @@ def guard(optimizer: LossScaleOptimizer, *layers: keras.Layer) -> Iterator[None]
     """
     _check_arguments(optimizer, layers)
     state = GuardedState(layers, [optimizer])
-    watched = _watched(layers)
+    # The models for which callbacks keep batches and graphs.
+    models = [layer for layer in layers if isinstance(layer, keras.Model)]
+    watched = [step for step in map(guarded_step_of, models) if step]
     with (
         state.changes_recorded(),
         _recorded(watched, optimizer) as step,
@@ -61,7 +62,8 @@ def guard(optimizer: LossScaleOptimizer, *layers: keras.Layer) -> Iterator[None]
         contextlib.ExitStack() as stack,
     ):
         if step:
-            for capture in _captures_of(watched, optimizer):
+            found = [each.capture_of(optimizer) for each in watched]
+            for capture in filter(None, found):
                 stack.enter_context(capture.watch(step.data, is_loop=True))
         yield
     for each in watched:
@@ -81,19 +83,6 @@ def _check_arguments(optimizer: Any, layers: Sequence[Any]) -> None:
         )
     if tf.distribute.in_cross_replica_context():
         raise ValueError("`guard` must be used in a replica context, as in `strategy.run(step)`.")
-
-
-def _watched(layers: Sequence[keras.Layer]) -> list[GuardedTrainStep]:
-    """Returns what callbacks have set on those of the layers that are models."""
-    models = (layer for layer in layers if isinstance(layer, keras.Model))
-    return [step for step in map(guarded_step_of, models) if step]
-
-
-def _captures_of(
-    watched: Iterable[GuardedTrainStep], optimizer: LossScaleOptimizer
-) -> "list[BatchCapture]":
-    """Returns the captures of batches of models that this optimizer trains under callbacks."""
-    return [capture for step in watched if (capture := step.capture_of(optimizer))]
 
 
 @contextlib.contextmanager

@@ -68,7 +68,7 @@ class FiniteMetrics:
         """
 
         def restore() -> None:
-            # Not if they are still zero: a mean over no batch is NaN, not 0.
+            # Metrics that are still zero are not restored: a mean over no batch is NaN, not 0.
             nonzero = [ops.any(ops.not_equal(value, 0)) for value in before.values()]
             has_finite = ops.logical_and(is_nonfinite, any_of(nonzero)) if nonzero else is_nonfinite
             saved = [

@@ -61,7 +61,7 @@ def trained_optimizers(model: keras.Model) -> dict[str, LossScaleOptimizer]:
     """Returns the `LossScaleOptimizer`s that the training step of a model uses, by name.
 
     Keras' own step uses the one that the model is compiled with. One of the user's may use those in
-    attributes; then not the one that `compile` created because it got none.
+    attributes; one that `compile` created because it got none is not used then.
     """
     found = optimizers_of(model)
     if has_keras_step(model):
@@ -143,8 +143,8 @@ class GuardedTrainStep:
     def _create_variables(self, batch_spec: Any) -> None:
         """Creates the variables of a step, which TensorFlow would trace twice to create them.
 
-        Not where another step than that of Keras trains, or layers are not built: what the step
-        will create is not known then.
+        It creates none where another step than that of Keras trains, or layers are not built: what
+        the step will create is not known then.
         """
         model, optimizer = self._model, self._model.optimizer
         if not isinstance(optimizer, LossScaleOptimizer) or not has_keras_step(model):
@@ -163,7 +163,8 @@ class GuardedTrainStep:
         if not named:
             return self._run(data)
         optimizers = list(named.values())
-        batch = _tensors_of(data)
+        parts = tf.nest.flatten(data, expand_composites=True)
+        batch = [part for part in parts if isinstance(part, tf.Tensor)]
         metrics_before = self._metrics.begin_step(batch, compiles_steps(optimizers))
         is_empty = _has_no_rows(data, batch)
         for name, optimizer in named.items():
@@ -187,7 +188,7 @@ class GuardedTrainStep:
     def facts_of(self, optimizer: LossScaleOptimizer) -> StepFacts | None:
         """Returns what the graph of the step says of the loss and the gradients of an optimizer.
 
-        `None` if that is not known, as in eager mode.
+        Returns `None` if that is not known, as in eager mode.
         """
         graphs = self.graphs_of(optimizer)
         if not graphs or has_float8_gradients(self._model):
@@ -197,7 +198,7 @@ class GuardedTrainStep:
     def graphs_of(self, optimizer: LossScaleOptimizer) -> list[StepGraph]:
         """Returns the graphs of the steps in which an optimizer updates, the newest first.
 
-        Empty if none is known, as in eager mode.
+        The list is empty if none is known, as in eager mode.
         """
         return self.graphs.get(optimizer, self.graphs[None])
 
@@ -221,7 +222,7 @@ class GuardedTrainStep:
         self.graphs = {None: []}
 
     def add_capture(self, optimizer: LossScaleOptimizer) -> "BatchCapture":
-        """Keeps batches for a callback, and drops what is of optimizers of before."""
+        """Keeps batches for a callback, and drops what belongs to earlier optimizers."""
         # Only callbacks replay batches: a loop under `guard` alone does not load what does.
         from kmp.replay import BatchCapture, KeptBatches
 
@@ -240,7 +241,8 @@ class GuardedTrainStep:
         return self.kept.keeping(data) if self.captures and self.kept else contextlib.nullcontext()
 
     def _run(self, data: Any) -> Any:
-        step = self.own_step or self._class_step
+        model = self._model
+        step = self.own_step or functools.partial(type(model).train_step, model)
         self.has_run = True
         with (
             outermost_calls() as called,
@@ -285,14 +287,6 @@ class GuardedTrainStep:
             raise
         logger.warning(_WITHOUT_XLA, self._xla_obstacle)
         return logs
-
-    def _class_step(self, data: Any) -> Any:
-        return type(self._model).train_step(self._model, data)
-
-
-def _tensors_of(data: Any) -> list[tf.Tensor]:
-    parts = tf.nest.flatten(data, expand_composites=True)
-    return [part for part in parts if isinstance(part, tf.Tensor)]
 
 
 def _has_no_rows(data: Any, tensors: list[tf.Tensor]) -> Any:

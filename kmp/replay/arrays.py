@@ -15,8 +15,8 @@ def array_of(tensor: Any) -> np.ndarray:
 def inner_product(first: np.ndarray, second: np.ndarray) -> float:
     """Returns the sum of the products of two arrays of one shape.
 
-    Not by BLAS, as `np.vdot` and `np.linalg.norm`: its threads wait for each other, which takes 4
-    ms a call where TensorFlow's threads use the same cores.
+    It does not use BLAS, as `np.vdot` and `np.linalg.norm` do: the threads of BLAS wait for each
+    other, which takes 4 ms a call where TensorFlow's threads use the same cores.
     """
     return float(np.einsum("i,i->", np.ravel(first), np.ravel(second)))
 

@@ -18,7 +18,7 @@ from kmp.utils.float_formats import DTYPES_16_BIT, FLOAT16
 
 MOST_EXAMPLES = 32  # of a replay
 _MOST_READ = 128  # examples: a single one may make a step fail
-# Of a batch, between the first examples in two steps that are skipped in a row.
+# The share of a batch between the first examples that two consecutive skipped steps read.
 _GOLDEN_RATIO = 0.618034
 
 
@@ -27,8 +27,8 @@ class CapturedBatch(NamedTuple):
 
     Attributes:
         data: What `train_step` got: `x`, or a tuple of `x`, `y` and `sample_weight`; of a training
-            loop a list. Tensors with up to 128 examples, fewer if these are large. All of a
-            ragged batch, such as the nodes and edges of graphs.
+            loop a list. Its tensors have up to 128 examples, fewer if these are large; those of a
+            ragged batch, such as the nodes and edges of graphs, have all.
         batch_size: The number of examples in the training batch.
         step: The number of the optimizer step that the batch was trained in.
         loss_scale: The loss scale of that step if it was skipped; else of the next one in `fit`.
@@ -52,8 +52,11 @@ class CapturedBatch(NamedTuple):
         """Returns the data in parts of at most this many examples; a ragged batch has one part."""
         if is_ragged(self.data):
             return [self.data]
-        starts = range(0, self.examples, examples)
-        return [_rows_of(self.data, start, examples) for start in starts]
+        found = []
+        for start in range(0, self.examples, examples):
+            rows = slice(start, start + examples)
+            found.append(keras.tree.map_structure(lambda each, rows=rows: each[rows], self.data))
+        return found
 
 
 class _Request(NamedTuple):
@@ -66,15 +69,16 @@ class _Request(NamedTuple):
 class BatchCapture:
     """Finds the batch of a skipped step, or of a step after `request`, when the host asks for it.
 
-    Of `fit`, among the batches that are kept beside the training step: which one was skipped
-    follows from the numbers of steps. Of a loop, in the variables that its step writes.
+    In `fit` it is one of the batches that are kept beside the training step: which one was skipped
+    follows from the numbers of steps. In a loop it is in the variables that the step writes.
 
-    Of a batch with more than 128 examples, those with NaN, Inf, values that overflow float16 or
-    negative integers are read first; then others, in each skipped step of a row later ones of the
-    batch, because a single example may make a step fail. A ragged batch has no parts that stand
-    alone: it is read as a whole, if it has at most 64 MB, and not under XLA.
+    A batch of more than 128 examples is read in part, because a single example may make a step
+    fail: first the examples with NaN, Inf, values that overflow float16 or negative integers, then
+    others, which each consecutive skipped step takes from a later part of the batch. A ragged batch
+    has no parts that stand alone: it is read as a whole, if it has at most 64 MB, and not under
+    XLA.
 
-    What fails here never ends a training: `failure` is the reason then.
+    An error here never ends a training: `failure` is its reason.
 
     Args:
         model: The model in training.
@@ -144,23 +148,35 @@ class BatchCapture:
     def watch(self, data: Any, *, is_loop: bool = False) -> Iterator[None]:
         """Notes what the training step that runs in this context uses.
 
-        And keeps its batch, if that is not done beside the step: the user's own code calls it.
+        A step that the user's own code calls has no batch kept beside it: it is kept here.
 
         Args:
             data: The batch, as passed to `train_step`; of a training loop the tensors that its
                 function gets.
             is_loop: Whether it is the step of a training loop.
         """
-        before = None if self._kept.is_keeping else self._loss_scale()
+        loss_scale = None
+        if not (self._kept.is_keeping or self.failure):
+            with self._without_harm():
+                loss_scale = ops.copy(self.optimizer.dynamic_scale)
         yield
         self.is_of_loop = is_loop
-        self._end_step(data, before)
+        # The optimizer is not built in the first trace of a loop, or where a step has only others.
+        if not self.optimizer.built:
+            return
+        with self._without_harm():
+            known = [*self._model.variables, *self.optimizer.variables]
+            self.variables, self.unrestorable = state_of_trace(
+                known, unless_assigned=self._is_custom
+            )
+            if loss_scale is not None:
+                self._in_step.keep(data, loss_scale)
 
     def read(self) -> CapturedBatch | None:
         """Returns the batch of the last skipped step since `request`, or else of an applied one.
 
-        Without a step since then, that of the skipped step before, if it was read. `None` if there
-        is none, or if it is not kept.
+        If there was no step since then, returns the batch that was read of an earlier skipped step.
+        Returns `None` if there is none, or if it is not kept.
         """
         with self._without_harm():
             return self._of_fit() or self._of_loop()
@@ -169,7 +185,7 @@ class BatchCapture:
     def batch_of(self, step: int) -> tuple[Any, ...] | None:
         """Returns the whole batch of a skipped step: `x`, `y` and `sample_weight`, as far as known.
 
-        `None` if it is not kept.
+        Returns `None` if it is not kept.
         """
         with self._without_harm():
             number = self._number_of(step, self.optimizer.counters.read_counts().step)
@@ -239,7 +255,7 @@ class BatchCapture:
     def _steps_of_batch(self, last_step: int) -> int | None:
         """Returns how many steps were taken with each batch since the request.
 
-        `None` if that differs: a `train_step` of the user's may take several, or none.
+        Returns `None` if that differs: a `train_step` of the user's may take several, or none.
         """
         steps = last_step - self._requested.step
         batches = self._kept.count - self._requested.batch
@@ -282,41 +298,16 @@ class BatchCapture:
         except Exception as error:  # whatever it is, the training goes on
             self._failure = reason_of(error)
 
-    def _loss_scale(self) -> Any:
-        """Returns a copy of the loss scale before a step, or `None` after a failure."""
-        if self.failure:
-            return None
-        with self._without_harm():
-            return ops.copy(self.optimizer.dynamic_scale)
-        return None
-
-    def _end_step(self, data: Any, loss_scale: Any) -> None:
-        """Notes the state of the step that is traced now, and keeps the batch if it has a scale."""
-        # Not in the first trace of a loop, or a step with other optimizers only.
-        if not self.optimizer.built:
-            return
-        with self._without_harm():
-            known = [*self._model.variables, *self.optimizer.variables]
-            self.variables, self.unrestorable = state_of_trace(
-                known, unless_assigned=self._is_custom
-            )
-            if loss_scale is not None:
-                self._in_step.keep(data, loss_scale)
-
 
 def is_ragged(data: Any) -> bool:
     """Whether the tensors of a batch have different numbers of rows."""
     return len({len(tensor) for tensor in keras.tree.flatten(data)}) > 1
 
 
-def _rows_of(data: Any, start: int, count: int) -> Any:
-    return keras.tree.map_structure(lambda tensor: tensor[start : start + count], data)
-
-
 def _chosen_examples(tensors: Sequence[tf.Tensor], skipped_in_a_row: int) -> np.ndarray:
     """Returns the indices of the examples to replay: suspicious ones first, then others.
 
-    In each skipped step of a row, other ones: those from a later one of the batch on.
+    Each of several consecutive skipped steps begins at another example of the batch.
     """
     size = len(tensors[0])
     example = bytes_of(tensors) // size
@@ -325,18 +316,14 @@ def _chosen_examples(tensors: Sequence[tf.Tensor], skipped_in_a_row: int) -> np.
     if size > most:
         start = int(max(0, skipped_in_a_row - 1) * _GOLDEN_RATIO % 1 * size)
     order = np.roll(np.arange(size), -start)
-    suspicious = np.sum([_suspicious_elements(tensor) for tensor in tensors], axis=0)[order]
-    return order[np.argsort(-suspicious, kind="stable")][:most]
 
-
-def _suspicious_elements(tensor: tf.Tensor) -> np.ndarray:
-    """Returns for each example how many elements are suspicious.
-
-    NaN, infinite, beyond float16's maximum or negative integers.
-    """
-    values = np.asarray(tensor).reshape(len(tensor), -1)
-    if values.dtype.kind == "f" or values.dtype.name in DTYPES_16_BIT:
-        is_suspicious = ~(np.abs(values) <= FLOAT16.max)
-    else:
-        is_suspicious = values < 0
-    return is_suspicious.sum(axis=1)
+    # NaN, Inf, floats beyond float16's maximum and negative integers are suspicious.
+    suspicious = np.zeros(size, np.int64)
+    for tensor in tensors:
+        values = np.asarray(tensor).reshape(size, -1)
+        if values.dtype.kind == "f" or values.dtype.name in DTYPES_16_BIT:
+            is_suspicious = ~(np.abs(values) <= FLOAT16.max)
+        else:
+            is_suspicious = values < 0
+        suspicious += is_suspicious.sum(axis=1)
+    return order[np.argsort(-suspicious[order], kind="stable")][:most]

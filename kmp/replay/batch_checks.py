@@ -1,6 +1,6 @@
-"""What is wrong with a batch itself.
+"""Finds what is wrong with a batch itself.
 
-NaN, Inf, inputs that overflow float16, and targets that are not classes.
+A batch may have NaN, Inf, inputs that overflow float16, and targets that are not classes.
 """
 
 import math
@@ -19,7 +19,7 @@ from kmp.utils.float_formats import DTYPES_16_BIT, FLOAT16, FLOAT32, computing_f
 
 _MOST_NAMED = 100
 _ROUNDED = 1e-3  # of a target beyond 0 and 1, as by resizing a mask
-# The class and the function of a loss.
+# Losses, each as its class and its function.
 _BINARY = keras.losses.BinaryCrossentropy, keras.losses.binary_crossentropy
 _SPARSE = keras.losses.SparseCategoricalCrossentropy, keras.losses.sparse_categorical_crossentropy
 
@@ -28,11 +28,12 @@ def check_batch(passes: Passes) -> BatchCheck:
     """Returns what is wrong with inputs and weights, before any training step."""
     batch, states = passes.batch, _states_in_16_bits(passes)
     nonfinite = nonfinite_rows(passes.model, batch)
+    variables = [path for path, each in passes.variables.items() if not np.isfinite(each).all()]
     largest_input, key = _largest_input(batch[0])
     return BatchCheck(
         nonfinite=nonfinite and nonfinite.part,
         has_sample_weight=len(batch) > 2 and batch[2] is not None,
-        nonfinite_variables=_nonfinite_variables(passes.variables)[:_MOST_NAMED],
+        nonfinite_variables=variables[:_MOST_NAMED],
         lost_weights=lost_weights(passes.model),
         states_in_16_bits=len(states),
         names_of_states=[name for name in states if name][:_MOST_NAMED],
@@ -44,7 +45,7 @@ def check_batch(passes: Passes) -> BatchCheck:
 def _states_in_16_bits(passes: Passes) -> list[str]:
     """Returns the names of variables in 16 bits that a step assigns and no pass compares.
 
-    Those of a variable that is no attribute of the model are empty.
+    The name of a variable that is no attribute of the model is empty.
     """
     model = passes.model
     assigned = [
@@ -63,22 +64,17 @@ def _states_in_16_bits(passes: Passes) -> list[str]:
 
 
 def attributes_of(layers: Iterable[keras.Layer]) -> Iterator[tuple[str, Any]]:
-    """Yields the values that layers have as attributes, in lists too, after their names."""
+    """Yields the names and values of the attributes of layers.
+
+    Of a list, a tuple or a dictionary, it yields the items.
+    """
     for layer in layers:
         for attribute, value in vars(layer).items():
-            for item in _items(value):
+            items: Iterable[Any] = value if isinstance(value, list | tuple) else [value]
+            if isinstance(value, Mapping):
+                items = value.values()
+            for item in items:
                 yield f"{layer.name}.{attribute}", item
-
-
-def _items(value: Any) -> Iterable[Any]:
-    """Returns the items of a list, a tuple or the values of a dictionary, or the value itself."""
-    if isinstance(value, Mapping):
-        return value.values()
-    return value if isinstance(value, list | tuple) else [value]
-
-
-def _nonfinite_variables(variables: Mapping[str, Any]) -> list[str]:
-    return [path for path, each in variables.items() if not np.isfinite(each).all()]
 
 
 class NonfiniteRows(NamedTuple):
@@ -117,7 +113,7 @@ def nonfinite_rows(model: keras.Model, batch: Sequence[Any]) -> NonfiniteRows | 
 def _largest_input(x: Any) -> tuple[float, str]:
     """Returns the largest finite magnitude among inputs that are floats, and the key of its tensor.
 
-    Of integers, which may be indices, there is none.
+    Integers have none, because they may be indices.
     """
     largest = 0.0, ""
     for key, tensors in _by_key(x):
@@ -150,17 +146,14 @@ def invalid_binary_targets(model: keras.Model, batch: Sequence[Any]) -> InvalidT
 
 
 def _is_one_of(loss: Any, known: tuple[type, Any]) -> bool:
-    """Whether a compiled loss is of a class, or it, its function or the name of one."""
+    """Whether a compiled loss is an instance of a class, that class, its function or its name."""
     if isinstance(loss, str):
         loss = keras.losses.get(loss)
     return isinstance(loss, known[0]) or loss in known
 
 
 def _by_key(part: Any) -> list[tuple[str, Any]]:
-    """Returns the values of a dictionary or sequence of tensors.
-
-    Each with its index as Python source.
-    """
+    """Returns the values of a dictionary or sequence of tensors, each with its index as source."""
     if isinstance(part, Mapping):
         return [(f"[{key!r}]", part[key]) for key in sorted(part)]
     if isinstance(part, list | tuple):
@@ -171,8 +164,9 @@ def _by_key(part: Any) -> list[tuple[str, Any]]:
 def invalid_targets(passes: Passes) -> InvalidTargets | None:
     """Returns the targets of the first output for which they are not all indices of a class."""
     model, batch = passes.model, passes.batch
-    losses = keras.tree.flatten(model.loss)
-    if len(batch) < 2 or not any(_is_one_of(loss, _SPARSE) for loss in losses):
+    if not passes.is_of_keras or len(batch) < 2:
+        return None
+    if not any(_is_one_of(loss, _SPARSE) for loss in keras.tree.flatten(model.loss)):
         return None
     call = next((each for each in passes.graph.calls if each.layer == id(model)), None)
     if call is None:
@@ -230,6 +224,9 @@ def _are_invalid(output: _Output) -> bool:
 def _described(output: _Output, model: keras.Model) -> InvalidTargets:
     values, classes = output.targets, output.shape[-1]
     invalid = np.unique(values[(values < 0) | (values >= classes)])
+    from_logits = getattr(model.loss, "from_logits", False)
+    if isinstance(model.loss, keras.losses.SparseCategoricalCrossentropy):
+        from_logits = model.loss.get_config()["from_logits"]  # Keras 3.16 has it there only
     return InvalidTargets(
         smallest=int(np.min(values)),
         largest=int(np.max(values)),
@@ -238,12 +235,5 @@ def _described(output: _Output, model: keras.Model) -> InvalidTargets:
         key=output.target_key,
         only_invalid=int(invalid[0]) if invalid.size == 1 else None,
         per_example=math.prod(size or 1 for size in output.shape[1:-1]),
-        from_logits=_takes_logits(model.loss),
+        from_logits=bool(from_logits),
     )
-
-
-def _takes_logits(loss: Any) -> bool:
-    """Whether the targets' loss takes logits. Keras 3.16 has it in the config only."""
-    if not isinstance(loss, keras.losses.SparseCategoricalCrossentropy):
-        return bool(getattr(loss, "from_logits", False))
-    return bool(loss.get_config()["from_logits"])

@@ -1,6 +1,6 @@
 """Replays one training batch in the precision of the model and in float32.
 
-To find what 16 bits lose: `replay_batch` is read from top to bottom.
+That finds what 16 bits lose. The file is read from top to bottom, starting with `replay_batch`.
 """
 
 import contextlib
@@ -9,7 +9,7 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, Literal
 
 import keras
@@ -23,10 +23,8 @@ from kmp.records.replay import (
     BatchCheck,
     Comparison,
     GradientRange,
-    InvalidTargets,
     LayerSearch,
     Overflow,
-    UnscaledGradients,
 )
 from kmp.replay.batch_capture import is_ragged
 from kmp.replay.batch_checks import check_batch, invalid_binary_targets, invalid_targets
@@ -116,19 +114,16 @@ def replay_batch(
     size = context.batch_size or passes.examples
     context = replace(context, batch_size=size)
     result = _BatchReplay(passes, context, criteria).run()
-    is_too_small = passes.has_backward and size > passes.examples
-    if is_too_small and not _fails_as_before(result[0], context.failed):
+    found = result[0]
+    fails_as_before = context.failed is None or not found.is_finite
+    if context.failed == "loss":
+        fails_as_before = not found.is_finite_forward
+    if passes.has_backward and size > passes.examples and not fails_as_before:
         # The first result stands.
         with contextlib.suppress(TimeoutError, tf.errors.ResourceExhaustedError):
             whole = replace(passes, data=tiled(passes.data, size))
             result = _BatchReplay(whole, context, criteria).run()
     return result
-
-
-def _fails_as_before(found: Replay, failed: Failure | None) -> bool:
-    if failed == "loss":
-        return not found.is_finite_forward
-    return failed is None or not found.is_finite
 
 
 def failing_part(
@@ -139,7 +134,7 @@ def failing_part(
     A single example may have made a step fail. Without such a part before the deadline of the
     passes, returns the first one. The other arguments are those of `StepContext`.
     """
-    # By the graph as it is written, and as the training runs it, which may fail elsewhere.
+    # The graph as the training runs it may fail elsewhere than the graph as it is written.
     with contextlib.suppress(TimeoutError):
         for as_trained in (False, True):
             for part in parts:
@@ -153,7 +148,7 @@ def _fails(passes: Passes, failed: Failure, loss_scale: float, batch_size: int) 
     try:
         factor = loss_scale * _share_of_batch(passes, batch_size)
         result = passes.in_own_precision(factor=factor)
-    except tf.errors.InvalidArgumentError:  # as in `_in_float32`
+    except tf.errors.InvalidArgumentError:  # TensorFlow refuses the batch: see `_in_float32`
         return True
     if failed == "loss" and passes.has_backward:
         return not math.isfinite(result.loss)
@@ -190,18 +185,35 @@ class _BatchReplay:
 
     def run(self) -> tuple[Replay, GradientSample | None]:
         """Returns the results of `replay_batch`."""
-        passes = self._passes
+        passes, context = self._passes, self._context
         exact, batch = self._in_float32(check_batch(passes))
         if exact is None:
-            return self._replay_without_passes(batch), None
+            found = Replay(
+                examples=passes.examples,
+                loss_scale=context.loss_scale,
+                loss=None,
+                float32_loss=None,
+                is_finite=False,
+                is_finite_in_float32=False,
+                batch=batch,
+            )
+            return found, None
         if passes.is_of_keras:
             targets = invalid_binary_targets(passes.model, passes.batch)
             batch = replace(batch, invalid_targets=targets)
-        own = self._in_own_precision(exact)
+        own = exact
+        if self._format is not FLOAT32:
+            own = passes.in_own_precision(reference=exact)
+
+        # What both passes show.
         gradients = self._gradient_range(own, exact)
+        unscaled = None
+        is_custom = passes.has_backward and passes.kind != "keras"
+        if is_custom and exact.is_finite and self._has_float16:
+            unscaled = unscaled_gradients(passes, exact)
         found = Replay(
             examples=passes.examples,
-            loss_scale=self._context.loss_scale,
+            loss_scale=context.loss_scale,
             loss=self._finite_loss(own),
             float32_loss=self._finite_loss(exact),
             is_finite=own.is_finite,
@@ -210,62 +222,47 @@ class _BatchReplay:
             is_forward_only=all(gradient is None for gradient in exact.gradients.values()),
             batch=batch,
             gradients=gradients,
-            unscaled=self._unscaled_in_custom_step(exact),
+            unscaled=unscaled,
         )
-        sample = exact.sample(self._context.step) if passes.has_backward else None
-        if not self._agrees_with_training(own) and (shown := self._by_program(found, own)):
-            return self._with_other_format(shown, own, exact), sample
-        if not own.is_finite:
-            found = self._with_overflow(found, own, exact)
-            return self._with_other_format(found, own, exact), sample
-        is_comparable = exact.is_finite
-        # A skipped step of a model in float32 says nothing about 16 bits.
-        if is_comparable and not (self._format is FLOAT32 and self._context.failed):
-            found = self._with_comparison(found, own, exact)
-        return self._with_other_format(found, own, exact), sample
+        sample = exact.sample(context.step) if passes.has_backward else None
 
-    def _in_own_precision(self, exact: PassResult) -> PassResult:
-        """Returns the pass in the precision of the model, which may be that in float32."""
-        if self._format is FLOAT32:
-            return exact
-        return self._passes.in_own_precision(reference=exact)
+        # What 16 bits lose: the program that trains, an overflow, or errors of finite passes.
+        shown = None
+        if not self._agrees_with_training(own):
+            shown = self._by_program(found, own)
+        if shown is not None:
+            found = shown
+        elif not own.is_finite:
+            found = self._with_overflow(found, own, exact)
+        # A skipped step of a model in float32 says nothing about 16 bits.
+        elif exact.is_finite and not (self._format is FLOAT32 and context.failed):
+            found = self._with_comparison(found, own, exact)
+
+        # What the other 16-bit format would lose.
+        if context.compares_formats and exact.is_finite:
+            usable = _usable_scale(exact, own.marks, self._share)
+            found = replace(found, other_format=other_format(passes, exact, usable, self._share))
+        return found, sample
 
     def _in_float32(self, batch: BatchCheck) -> tuple[PassResult | None, BatchCheck]:
         """Returns the pass in float32, and the batch with its invalid targets.
 
-        `None` in place of the pass if it fails because of them.
+        TensorFlow refuses a batch because of these, or its loss is NaN: then there is `None` in
+        place of the pass.
         """
         try:
             exact = self._passes.in_float32()
         except tf.errors.InvalidArgumentError:
-            targets = self._invalid_targets()
+            targets = invalid_targets(self._passes)
             if targets is None:
                 raise
             return None, replace(batch, invalid_targets=targets)
         if exact.is_finite:
             return exact, batch
-        targets = self._invalid_targets()
+        targets = invalid_targets(self._passes)
         has_other_reason = batch.nonfinite is not None or batch.nonfinite_variables
         is_explained = targets is not None and not has_other_reason
         return None if is_explained else exact, replace(batch, invalid_targets=targets)
-
-    def _invalid_targets(self) -> InvalidTargets | None:
-        """Returns invalid targets, for which TensorFlow refuses a batch, or its loss is NaN."""
-        passes = self._passes
-        if not passes.is_of_keras:
-            return None
-        return invalid_targets(passes)
-
-    def _replay_without_passes(self, batch: BatchCheck) -> Replay:
-        return Replay(
-            examples=self._passes.examples,
-            loss_scale=self._context.loss_scale,
-            loss=None,
-            float32_loss=None,
-            is_finite=False,
-            is_finite_in_float32=False,
-            batch=batch,
-        )
 
     def _finite_loss(self, result: PassResult) -> float | None:
         has_loss = result.knows_loss and math.isfinite(result.loss)
@@ -285,12 +282,6 @@ class _BatchReplay:
                 zero.append(path)
         usable = _usable_scale(exact, own.marks, self._share) if self._has_float16 else None
         return GradientRange(usable, of_activations, flushed, zero)
-
-    def _unscaled_in_custom_step(self, exact: PassResult) -> UnscaledGradients | None:
-        is_custom = self._passes.has_backward and self._passes.kind != "keras"
-        if is_custom and exact.is_finite and self._has_float16:
-            return unscaled_gradients(self._passes, exact)
-        return None
 
     def _with_overflow(self, found: Replay, own: PassResult, exact: PassResult) -> Replay:
         """Adds where NaN and Inf begin, and the layers in float32 that avoid them."""
@@ -320,7 +311,11 @@ class _BatchReplay:
                 if scale < self._context.min_scale or not has_time:
                     break
                 result = passes.in_own_precision(factor=scale * self._share, reference=exact)
-                if self._flushed(_flushed_shares(result, exact)) & kept:
+                shares = {
+                    path: flushed_share(result.gradients[path], each)
+                    for path, each in exact.gradients.items()
+                }
+                if self._flushed(shares) & kept:
                     break
                 if result.is_finite:
                     usable = found.gradients.usable_scale if part == 1.0 else scale
@@ -370,8 +365,8 @@ class _BatchReplay:
     def _scale_of_search(self, found: Replay, own: PassResult, exact: PassResult) -> float:
         """Returns the loss scale at which layers have to make a pass finite.
 
-        The largest usable one that the rule can reach: where the pass is finite there as it is, no
-        layer has to change, unless that scale flushes gradients that a scale of 1 keeps.
+        It is the largest usable one that the rule can reach: where the pass is finite there as it
+        is, no layer has to change, unless that scale flushes gradients that a scale of 1 keeps.
         """
         usable = found.gradients.usable_scale or 1.0
         scale = max(self._context.min_scale, usable)
@@ -415,7 +410,8 @@ class _BatchReplay:
     def _agrees_with_training(self, own: PassResult) -> bool:
         """Whether a pass in the precision of the model fails as the training step did.
 
-        One of some examples of a batch may not fail where the whole batch does, which is next.
+        A pass over some examples may be finite where that over the whole batch, which is next, is
+        not.
         """
         has_more = self._passes.examples < (self._context.batch_size or 0)
         if self._context.failed and own.is_finite and has_more:
@@ -430,7 +426,7 @@ class _BatchReplay:
         """Returns what the program that trains shows, where that is not the graph as it is written.
 
         XLA computes what it fuses in float32, and simplifies it; TensorFlow merges constants.
-        `None` if it shows the same harm.
+        Returns `None` if it shows the same harm.
 
         Args:
             found: What is known of the batch.
@@ -456,9 +452,8 @@ class _BatchReplay:
                 if self._context.failed is None and not only_gradients:
                     return None  # as the graph as it is written, or as no step of the training
                 return self._with_failing_program(found, programs, own, exact)
-            halved = replace(programs, data=self._halved_batch())
-            half = halved.in_float32 if halved.data is not None else None
-            comparison = _compared(own, replace(self._reference(exact), halved=half))
+            halved = partial(_half_pass, programs)
+            comparison = _compared(own, replace(self._reference(exact), halved=halved))
         except Exception:  # XLA may not allow it
             logger.debug("There is no pass by the program that trains:", exc_info=True)
             return None
@@ -470,8 +465,8 @@ class _BatchReplay:
     ) -> Replay | None:
         """Adds the layers in float32 with which the program that trains is finite.
 
-        If only its gradients are not finite, at the scale at which no layer may have to change.
-        `None` if there are no such layers.
+        If only its gradients are not finite, it uses the loss scale at which no layer may have to
+        change. Returns `None` if there are no such layers.
         """
         factor, suspects = self._passes.factor, list[str]()
         if math.isfinite(own.loss):
@@ -508,19 +503,23 @@ class _BatchReplay:
         if not is_harmful:
             return found
         lost = self._criteria.lost_states(comparison)
-        if not lost and (shown := self._by_program(found, own)):
+        shown = None if lost else self._by_program(found, own)
+        if shown is not None:
             return shown
+        return self._with_cure(found, reference, [layer_of(each.path) for each in lost])
 
+    def _with_cure(self, found: Replay, reference: Reference, suspects: Sequence[str]) -> Replay:
+        """Adds the layers that remove a harmful error, and the operations that cause it."""
         # In float16, at the largest usable scale: if it only flushed gradients to zero, no layer
         # has to change.
         usable = (found.gradients.usable_scale or 0.0) * self._share
         search, watched = find_float32_layers(
             self._searching,
             lambda result: self._is_sound(result, reference, self._format),
-            exact,
+            reference.exact,
             computing_choices(self._passes),
             factor=max(usable, self._passes.factor),
-            suspects=[layer_of(each.path) for each in lost],
+            suspects=suspects,
             new_errors=lambda: self._measured.new_errors,
         )
         found = replace(found, search=search)
@@ -532,28 +531,18 @@ class _BatchReplay:
                 lossy=watched.lossy[:_MOST_NAMED],
             )
             found = replace(found, overflow=overflow)
-        return self._with_unscaled(found, search, exact)
 
-    def _with_unscaled(self, found: Replay, search: LayerSearch, exact: PassResult) -> Replay:
-        """Adds the gradients that do not grow, where no layer explains a harmful error."""
-        if search.is_found or not (self._passes.is_of_keras and self._has_float16):
-            return found
-        with contextlib.suppress(TimeoutError):
-            return replace(found, unscaled=unscaled_gradients(self._searching, exact))
+        # Where no layer explains the error, gradients may not grow with the loss scale.
+        if self._passes.is_of_keras and self._has_float16 and not search.is_found:
+            with contextlib.suppress(TimeoutError):
+                unscaled = unscaled_gradients(self._searching, reference.exact)
+                found = replace(found, unscaled=unscaled)
         return found
 
     @cached_property
     def _measured(self) -> LayerResults:
         """The marks of a pass in float32 in which each layer also runs in its own precision."""
         return self._searching.in_float32(measure=True).marks
-
-    def _with_other_format(self, found: Replay, own: PassResult, exact: PassResult) -> Replay:
-        """Adds what a pass in the other 16-bit format shows, if the step asks for it."""
-        if not self._context.compares_formats or not exact.is_finite:
-            return found
-        usable = _usable_scale(exact, own.marks, self._share)
-        other = other_format(self._passes, exact, usable, self._share)
-        return replace(found, other_format=other)
 
     def _is_sound(
         self, result: PassResult, reference: Reference, number_format: FloatFormat
@@ -572,28 +561,11 @@ class _BatchReplay:
         return Reference(
             model=self._passes.model,
             exact=exact,
-            halved=self._half_pass,
+            halved=partial(_half_pass, self._passes),
             after=replace(self._searching, states=exact.states).in_float32,
             noise_factor=math.sqrt(self._share),
             largest_norms=self._context.largest_norms,
         )
-
-    def _half_pass(self) -> PassResult | None:
-        """Returns a pass in float32 over the first half of the batch, twice.
-
-        `None` for a batch that is too small.
-        """
-        half = self._halved_batch()
-        return None if half is None else replace(self._passes, data=half).in_float32()
-
-    def _halved_batch(self) -> Any:
-        """Returns the first half of the batch, twice; `None` of one that is too small."""
-        passes = self._passes
-        if passes.examples < 4 or not passes.has_backward or is_ragged(passes.data):
-            return None
-        size = passes.examples // 2
-        half = keras.tree.map_structure(lambda tensor: tensor[:size], passes.data)
-        return tiled(half, passes.examples)
 
 
 def _compared(result: PassResult, reference: Reference) -> Comparison:
@@ -602,17 +574,22 @@ def _compared(result: PassResult, reference: Reference) -> Comparison:
     return Comparison(result.marks.output_error, gradients=gradients)
 
 
-def _flushed_shares(result: PassResult, exact: PassResult) -> dict[str, float]:
-    """Returns the share of each variable's gradient that is zero in a pass only."""
-    return {
-        path: flushed_share(result.gradients[path], each) for path, each in exact.gradients.items()
-    }
+def _half_pass(passes: Passes) -> PassResult | None:
+    """Returns a pass in float32 over the first half of the batch, twice.
+
+    Returns `None` for a batch that is too small.
+    """
+    if passes.examples < 4 or not passes.has_backward or is_ragged(passes.data):
+        return None
+    size = passes.examples // 2
+    half = keras.tree.map_structure(lambda tensor: tensor[:size], passes.data)
+    return replace(passes, data=tiled(half, passes.examples)).in_float32()
 
 
 def _usable_scale(exact: PassResult, own: LayerResults, share: float) -> float | None:
     """Returns the largest loss scale at which no gradient in 16 bits comes near the maximum.
 
-    A power of two.
+    It is a power of two.
 
     Args:
         exact: The pass in float32, which has the magnitudes.

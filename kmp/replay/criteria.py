@@ -1,20 +1,15 @@
-"""What the searches of a replay look for, which is judged elsewhere."""
+"""What the searches of a replay look for. It is decided elsewhere."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from kmp.records.replay import Comparison, StateError
 from kmp.utils.float_formats import FloatFormat
 
 Shares = Mapping[str, float]  # of a gradient that is flushed to zero, by the path of its variable
 LayerOf = Callable[[str], str]  # of a variable
-
-
-class IsHarmful(Protocol):
-    """Whether a comparison of so many examples shows that 16 bits hurt."""
-
-    def __call__(self, comparison: Comparison, number_format: FloatFormat, examples: int) -> bool:
-        """Returns it."""
+# Whether a comparison in a format, over so many examples, shows that 16 bits hurt.
+IsHarmful = Callable[[Comparison, FloatFormat, int], bool]
 
 
 class Criteria(NamedTuple):
@@ -24,8 +19,8 @@ class Criteria(NamedTuple):
         is_harmful: Whether to search for layers to compute in float32, and whether they are enough.
         lost_states: Returns the states that are harmed, among those compared.
         flushed_layers: Returns the layers whose gradients are flushed for the most part.
-        flushed_branch: Returns those of them that are a branch of the model; gets the layers that
-            follow each in addition.
+        flushed_branch: Returns those of them that are a branch of the model. It gets the layers
+            that follow each, too.
     """
 
     is_harmful: IsHarmful

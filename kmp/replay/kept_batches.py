@@ -19,7 +19,7 @@ _COMPOSITES = (tf.SparseTensor, tf.RaggedTensor)
 
 
 class _Structure(NamedTuple):
-    """What an optional does not tell of the tensors in it."""
+    """What an optional does not know of the tensors in it."""
 
     data: Any
     dtypes: tuple[tf.DType, ...]
@@ -51,7 +51,7 @@ class KeptBatches:
             )
             for slot in range(_MOST):
                 self._empty = _with_item(self._empty, slot, tf.raw_ops.OptionalNone())
-            # Optionals, of a number from 1, the index of a structure, and a batch.
+            # Each is an optional of a number from 1, the index of a structure, and a batch.
             self._items = tf.Variable(self._empty, trainable=False)
             self._count = tf.Variable(0, trainable=False, dtype=tf.int32)
             self._slots = tf.Variable(_UNTIL_SIZE_IS_KNOWN, trainable=False, dtype=tf.int32)
@@ -86,7 +86,7 @@ class KeptBatches:
             self.is_keeping = False
 
     def _keep(self, data: Any) -> None:
-        """Adds what keeps a batch in place of the oldest one. Not one with a `None` in it."""
+        """Adds what keeps a batch in place of the oldest one, unless it has a `None` in it."""
         while isinstance(data, tuple) and data and data[-1] is None:  # of `train_on_batch`
             data = data[:-1]
         flat = keras.tree.flatten(data)
@@ -144,7 +144,7 @@ class KeptBatches:
     def forget(self, user: object) -> None:
         """Frees the memory of the batches, unless another object reads them.
 
-        Then the step keeps the last one only.
+        The step keeps only the last batch from then on.
         """
         self._users.discard(user)
         if not self._users:

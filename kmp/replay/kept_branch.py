@@ -6,7 +6,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import keras
 import numpy as np
 
 from kmp.backend.keras_internals import created_layers
@@ -73,7 +72,7 @@ def branch_to_keep(
 ) -> KeptBranch | None:
     """Returns the branch that the lowest loss scale would flush, and the scale that it needs.
 
-    `None` if there is none, or none that a loss scale of the range keeps.
+    Returns `None` if there is none, or none that a loss scale of the range keeps.
 
     Args:
         passes: The passes.
@@ -82,14 +81,20 @@ def branch_to_keep(
         scales: The loss scales to choose from.
         criteria: Which gradients are flushed, and which of them are a branch.
     """
-    layers = created_layers(passes.model)
     following = next_layers(passes.model)
-    magnitudes = {path: np.abs(each) for path, each in gradients_in_16_bits(exact, own)}
-    magnitudes = {path: each for path, each in magnitudes.items() if each.any()}
-    shares = {path: _share_below(each, scales.lowest) for path, each in magnitudes.items()}
-    layer_of_variable = {path: _created_layer(path, layers) for path in shares}
     if not following:
         return None  # the order of variables alone is no proof
+    created = created_layers(passes.model)
+    magnitudes, shares, layer_of_variable = {}, {}, {}
+    for path, gradient in gradients_in_16_bits(exact, own):
+        magnitude = np.abs(gradient)
+        if magnitude.any():
+            magnitudes[path] = magnitude
+            shares[path] = _share_below(magnitude, scales.lowest)
+            # A layer that a program creates may have its variables in layers of its own.
+            layer = layer_of(path)
+            around = (each for each in path_and_parents(layer) if each in created)
+            layer_of_variable[path] = next(around, layer)
     branch = criteria.flushed_branch(shares, layer_of_variable.__getitem__, following)
     scale_of = _scales_needed(magnitudes, layer_of_variable, branch)
     kept = [layer for layer, scale in scale_of.items() if scale <= scales.highest]
@@ -97,7 +102,7 @@ def branch_to_keep(
         return None
     in_branch = {path: layer for path, layer in layer_of_variable.items() if layer in kept}
     needed = max(scales.lowest, *(scale_of[layer] for layer in kept))
-    return _measured(passes, KeptBranch(needed, in_branch, exact, criteria), scales)
+    return _with_tried_scale(KeptBranch(needed, in_branch, exact, criteria), passes, scales)
 
 
 def _scales_needed(
@@ -107,7 +112,7 @@ def _scales_needed(
 ) -> dict[str, float]:
     """Returns the loss scale at which half of each gradient's elements are not flushed, by layer.
 
-    A power of two. Of the elements that are not zero in float32.
+    It is a power of two. Elements that are zero in float32 do not count.
     """
     needed = dict.fromkeys(branch, 0.0)
     for path, each in magnitudes.items():
@@ -119,7 +124,7 @@ def _scales_needed(
     return needed
 
 
-def _measured(passes: Passes, branch: KeptBranch, scales: ScaleRange) -> KeptBranch | None:
+def _with_tried_scale(branch: KeptBranch, passes: Passes, scales: ScaleRange) -> KeptBranch | None:
     """Returns the branch with a loss scale at which a pass in 16 bits does not flush it.
 
     The gradients of activations, on the way to it, may be smaller than those of its variables.
@@ -174,9 +179,3 @@ def _share_below(magnitudes: np.ndarray, loss_scale: float) -> float:
     """Returns the share of elements that are not zero, but in float16 at this loss scale."""
     limit = 2.0**FLOAT16.flush_exponent / loss_scale
     return float(((magnitudes > 0) & (magnitudes <= limit)).mean())
-
-
-def _created_layer(variable: str, layers: Mapping[str, keras.Layer]) -> str:
-    """Returns the path of the layer that a program creates and that has this variable."""
-    layer = layer_of(variable)
-    return next((each for each in path_and_parents(layer) if each in layers), layer)

@@ -98,7 +98,7 @@ class LayerMeasure:
     def path_of(self, call: LayerCall | None) -> str:
         """Returns the path of the layer of a call, or of the next one around it that has one.
 
-        That of the loss function outside of layers.
+        Outside of layers, returns that of the loss function.
         """
         around = self._step.places.chain(call)
         return next(
@@ -152,7 +152,12 @@ class LayerMeasure:
             if not all(map(_is_finite, found)):
                 results.nonfinite[path] = None
         for path, (amax, counts) in zip(self._of_gradients, gradients, strict=True):
-            largest = _with_nonfinite(float(amax), array_of(counts))
+            *_, minus_inf, inf, nan = array_of(counts)
+            largest = float(amax)
+            if nan:
+                largest = math.nan
+            elif minus_inf or inf:
+                largest = math.inf
             before = results.activation_gradients.get(path, 0.0)
             results.activation_gradients[path] = float(np.maximum(before, largest))
         return results
@@ -168,12 +173,6 @@ def _is_finite(measured: Sequence[tf.Tensor]) -> bool:
     if counts:
         return not array_of(counts[0])[2:].any()
     return not values.dtype.is_floating or bool(np.isfinite(array_of(values)).all())
-
-
-def _with_nonfinite(amax: float, counts: np.ndarray) -> float:
-    if counts[4]:
-        return math.nan
-    return math.inf if counts[2:4].any() else amax
 
 
 def counts_of_nonfinite(tensor: tf.Tensor) -> tf.Tensor:

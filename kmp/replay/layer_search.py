@@ -8,7 +8,7 @@ import keras
 
 from kmp.backend.keras_internals import computing_layers, layers_in_16_bits
 from kmp.backend.layer_graph import previous_layers
-from kmp.records.replay import LayerSearch, NonfiniteOperation
+from kmp.records.replay import LayerSearch
 from kmp.replay.passes import Passes, PassResult
 
 _MOST_LAYERS = 12
@@ -17,6 +17,7 @@ _SMALL_OUTPUT_ERROR = 0.05
 
 Chosen = tuple[str, ...]
 NewErrors = Callable[[], Mapping[str, float]]
+IsSound = Callable[[PassResult], bool]
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,7 @@ def computing_choices(passes: Passes) -> Choices:
 
 def find_float32_layers(
     passes: Passes,
-    is_sound: Callable[[PassResult], bool],
+    is_sound: IsSound,
     exact: PassResult,
     choices: Choices,
     *,
@@ -64,76 +65,73 @@ def find_float32_layers(
         factor: What to multiply the loss by.
         suspects: The paths of choices to try first.
         new_errors: Returns the error that each layer adds, by path, if soundness is a matter of
-            errors; called if it is needed.
+            errors. It is called if it is needed.
 
     Returns:
-        The search: none of its layers is needless if the time was enough to try. And the pass in
-        the precision of the model, unless that took too long.
+        The search, and the pass in the precision of the model, or `None` if that took too long.
+        None of the layers is needless if the time was enough to try.
     """
-    search = _Search(passes, exact, choices, factor, suspects, new_errors)
+    search = _Search(passes, is_sound, exact, choices, factor, suspects, new_errors)
     try:
         result = search.run(())
     except TimeoutError:
         return LayerSearch(is_found=False), None
-    chosen = search.enough(result, is_sound)
+    chosen = search.enough(result)
     if chosen is None:
         return LayerSearch(is_found=False), result
-    needed = search.without_needless(chosen, is_sound)
+    needed = search.without_needless(chosen)
     return LayerSearch(is_found=True, layers=list(needed)), result
 
 
+@dataclass
 class _Search:
-    def __init__(
-        self,
-        passes: Passes,
-        exact: PassResult,
-        choices: Choices,
-        factor: float,
-        suspects: Sequence[str],
-        new_errors: NewErrors,
-    ) -> None:
-        self._passes, self._exact, self._factor = passes, exact, factor
-        self._choices = choices
-        self._suspects, self._new_errors = suspects, new_errors
-        model = passes.model
-        self._parts = {path for path, each in choices.operations.items() if each is not model}
+    """A search for layers. Its fields are the arguments of `find_float32_layers`."""
+
+    passes: Passes
+    is_sound: IsSound
+    exact: PassResult
+    choices: Choices
+    factor: float
+    suspects: Sequence[str]
+    new_errors: NewErrors
+
+    def __post_init__(self) -> None:
+        model = self.passes.model
+        operations = self.choices.operations
+        self._parts = {path for path, each in operations.items() if each is not model}
         self._previous = previous_layers(model)
 
     def run(self, chosen: Chosen, *, watch: bool = True) -> PassResult:
         """Returns a pass with these layers in float32."""
-        operations = [self._choices.operations[path] for path in chosen]
-        return self._passes.in_own_precision(
-            operations, factor=self._factor, watch=watch, reference=self._exact
+        operations = [self.choices.operations[path] for path in chosen]
+        return self.passes.in_own_precision(
+            operations, factor=self.factor, watch=watch, reference=self.exact
         )
 
-    def enough(self, result: PassResult, is_sound: Callable[[PassResult], bool]) -> Chosen | None:
-        """Returns layers that are enough, one after the other; `None` if none are, or in time."""
+    def enough(self, result: PassResult) -> Chosen | None:
+        """Returns layers that are enough, found one after the other.
+
+        Returns `None` if none are, or if the time is not enough.
+        """
         chosen: Chosen = ()
         with contextlib.suppress(TimeoutError):
-            while not is_sound(result):
-                larger = self._with_one_more(chosen, result)
-                if larger is None:
+            while not self.is_sound(result):
+                path = next(self._to_try(chosen, result), None)
+                if path is None or len(chosen) >= self.choices.most:
                     return None
-                chosen, result = larger
+                chosen = (*chosen, path)
+                result = self.run(chosen)
             return chosen
         return None
 
-    def without_needless(self, chosen: Chosen, is_sound: Callable[[PassResult], bool]) -> Chosen:
+    def without_needless(self, chosen: Chosen) -> Chosen:
         """Returns the layers without those that turn out to be needless."""
         with contextlib.suppress(TimeoutError):  # these are enough
             for path in chosen:
                 rest = tuple(other for other in chosen if other != path)
-                if is_sound(self.run(rest, watch=False)):
+                if self.is_sound(self.run(rest, watch=False)):
                     chosen = rest
         return chosen
-
-    def _with_one_more(
-        self, chosen: Chosen, result: PassResult
-    ) -> tuple[Chosen, PassResult] | None:
-        path = next(self._to_try(chosen, result), None)
-        if path is None or len(chosen) >= self._choices.most:
-            return None
-        return (*chosen, path), self.run((*chosen, path))
 
     def _to_try(self, chosen: Chosen, result: PassResult) -> Iterator[str]:
         """Yields the candidates that are not chosen, and of each the layers that contain it."""
@@ -143,7 +141,7 @@ class _Search:
             yield from self._outwards(path, chosen)
         for path in tried:
             yield from self._outwards(_parent_of(path), chosen)
-        yield from (path for path in self._choices.last_resort if path not in chosen)
+        yield from (path for path in self.choices.last_resort if path not in chosen)
 
     def _outwards(self, path: str, chosen: Chosen) -> Iterator[str]:
         while path in self._parts and path not in chosen:
@@ -152,13 +150,13 @@ class _Search:
 
     def _candidates(self, result: PassResult) -> Iterator[str]:
         """Yields the layers that may have to compute in float32."""
-        yield from self._suspects
+        yield from self.suspects
         paths = [path for path in result.marks.called if path in self._parts]
         yield from _near_nonfinite_operations(result, paths)
-        # What the loss does to the outputs, in their dtype, if these agree.
+        # If the outputs agree, what the loss does to them in their dtype.
         if result.marks.output_error <= _SMALL_OUTPUT_ERROR:
             yield from paths[-1:]
-        yield from _with_new_errors(self._new_errors(), paths)
+        yield from _with_new_errors(self.new_errors(), paths)
         yield from _where_errors_show(result, paths, self._previous)
 
 
@@ -178,17 +176,14 @@ def _near_nonfinite_operations(result: PassResult, paths: Sequence[str]) -> Iter
     for found, done in zip(nonfinite.found, nonfinite.layers_done, strict=True):
         index = index_of.get(found.layer, len(paths))
         next_one = sum(path in index_of for path in called[:done])
-        for at in (index, *_neighbors(found, index, next_one)):
+        neighbors = [next_one - 1, next_one]
+        if found.is_backward:
+            neighbors = [index - 1]
+        elif found.operation == "Cast":
+            neighbors = [next_one, next_one - 1]
+        for at in (index, *neighbors):
             if 0 <= at < len(paths):
                 yield paths[at]
-
-
-def _neighbors(found: NonfiniteOperation, index: int, next_one: int) -> Sequence[int]:
-    if found.is_backward:
-        return (index - 1,)
-    if found.operation == "Cast":
-        return (next_one, next_one - 1)
-    return (next_one - 1, next_one)
 
 
 def _with_new_errors(new_errors: Mapping[str, float], paths: Sequence[str]) -> Iterator[str]:

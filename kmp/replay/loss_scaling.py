@@ -11,7 +11,7 @@ from kmp.records.replay import UnscaledGradients
 from kmp.replay.passes import Passes, PassResult
 from kmp.replay.precision_loss import Reference, gradient_errors
 
-_FACTOR = 4.0  # that all gradients grow with, or the loss scale in use if it is larger
+_FACTOR = 4.0  # by which all gradients should grow; or the loss scale in use, if that is larger
 _TINY = 2.0**-24  # a factor below which the norm of scaled gradients is below any limit
 _TOLERANCE = 0.1  # of a ratio of norms that is a power of two
 # Of a gradient that does not grow with the loss scale: found ones have 13 %.
@@ -36,23 +36,20 @@ def unscaled_gradients(passes: Passes, exact: PassResult) -> UnscaledGradients:
 def _with_change(found: UnscaledGradients, passes: Passes, scaled: PassResult) -> UnscaledGradients:
     """Adds what the training step does to the gradients, if passes show it.
 
-    Those that are clipped grow while they are below the limit.
+    Clipped gradients grow while they are below the limit.
     """
-    factor, norm = scaled.factor, _norm(scaled)
+    norm = _norm(scaled)
     if not norm:
         return found
     small, smaller = (_norm(passes.in_float32(factor=each)) for each in (_TINY, _TINY / _FACTOR))
-    if smaller and _is_near(small / smaller, _FACTOR):
-        return replace(found, change="clipped", times=small / _TINY * factor / norm)
+    if smaller and abs(small / smaller / _FACTOR - 1.0) <= _TOLERANCE:
+        times = small / _TINY * scaled.factor / norm
+        return replace(found, change="clipped", times=times)
     return found
 
 
 def _norm(result: PassResult) -> float:
     return result.sample(0).total_norm
-
-
-def _is_near(ratio: float, expected: float) -> bool:
-    return abs(ratio / expected - 1.0) <= _TOLERANCE
 
 
 def _origin(passes: Passes, scaled: PassResult, exact: PassResult, factor: float) -> str:

@@ -8,7 +8,7 @@ import numpy as np
 from kmp.records.replay import LossyOperation
 from kmp.replay.nonfinite_operations import FloatValues
 from kmp.replay.output_errors import LARGEST_ERROR
-from kmp.utils.float_formats import FORMATS_16_BIT, FloatFormat
+from kmp.utils.float_formats import FORMATS_16_BIT
 
 _SUMS = "Add", "AddV2", "Sub"
 _PERIODIC = "Cos", "Sin", "Tan"
@@ -22,14 +22,14 @@ CLASSIFIED = {*_SUMS, *_PERIODIC, *_SATURATING, *_LONG_SUMS}
 Kind = Literal["cancellation", "phase", "saturation", "lost_terms", "index"]
 
 
-def lossy_operations(
+def classify_operation(
     layer: str, operation: str, operands: Sequence[FloatValues], result: FloatValues
 ) -> list[LossyOperation]:
-    """Classifies an operation of the forward pass.
+    """Returns what an operation of the forward pass loses, beyond the rounding of its result.
 
     Args:
         layer: The path of its layer.
-        operation: Its type, one of `CLASSIFIED`.
+        operation: Its type, `"Cast"` or one of `CLASSIFIED`.
         operands: Values of its operands, which belong together.
         result: Those of its result; of a cast to integers its operand.
     """
@@ -37,7 +37,34 @@ def lossy_operations(
         return _lossy_cast(layer, result)
     if result.dtype not in FORMATS_16_BIT or not result.array.size:
         return []
-    return _classified(layer, operation, operands, result, FORMATS_16_BIT[result.dtype])
+    sampled = _sampled(operands, result)
+    if sampled is None:
+        return []
+    arguments, values = sampled
+    rounding = 2.0 ** -(FORMATS_16_BIT[result.dtype].fraction_bits + 1)
+    if operation in _SUMS:
+        has_constant = any(each.is_scalar for each in operands)
+        losses = _losses_of_sum(np.abs(arguments), values, rounding, has_constant)
+    elif operation in _PERIODIC:
+        error = _relative_to_spread(rounding * _mean_size(arguments[0]), values)
+        losses = [_Loss("phase", _mean_size(values), 1.0, error)]
+    elif operation in _SATURATING:
+        is_below = np.abs(arguments[0]) < _SATURATING[operation]
+        share = float(np.mean(is_below & (np.abs(values) == 1.0)))
+        losses = [_Loss("saturation", 1.0, share, share)]
+    else:
+        # Terms of a long sum that are lost in partial sums of the size of the result.
+        terms = np.abs(arguments[0])
+        is_lost = (terms > 0) & (terms <= rounding * float(np.max(np.abs(values))))
+        share = float(np.mean(is_lost))
+        losses = [_Loss("lost_terms", _mean_size(terms[is_lost]), share, share)]
+        arguments = [values]
+    largest = max(float(np.max(np.abs(each))) for each in arguments)
+    return [
+        LossyOperation(layer, operation, each.kind, result.dtype, largest, *each[1:])
+        for each in losses
+        if each.error > _NOTED_ERROR
+    ]
 
 
 def worst_by_layer(found: Iterable[LossyOperation]) -> list[LossyOperation]:
@@ -60,39 +87,8 @@ def _lossy_cast(layer: str, operand: FloatValues) -> list[LossyOperation]:
     return [LossyOperation(layer, "Cast", "index", operand.dtype, largest, typical, share, share)]
 
 
-def _classified(
-    layer: str,
-    operation: str,
-    operands: Sequence[FloatValues],
-    result: FloatValues,
-    number_format: FloatFormat,
-) -> list[LossyOperation]:
-    """Returns what an operation loses, if that is more than the rounding of its result."""
-    sampled = _sampled(operands, result)
-    if sampled is None:
-        return []
-    arguments, values = sampled
-    rounding = 2.0 ** -(number_format.fraction_bits + 1)
-    if operation in _SUMS:
-        has_constant = any(each.is_scalar for each in operands)
-        losses = _losses_of_sum(np.abs(arguments), values, rounding, has_constant)
-    elif operation in _PERIODIC:
-        losses = [_rounded_phase(arguments[0], values, rounding)]
-    elif operation in _SATURATING:
-        losses = [_saturated(arguments[0], values, _SATURATING[operation])]
-    else:
-        losses = [_lost_in_long_sum(np.abs(arguments[0]), values, rounding)]
-        arguments = [values]  # the partial sums
-    largest = max(float(np.max(np.abs(each))) for each in arguments)
-    return [
-        LossyOperation(layer, operation, each.kind, result.dtype, largest, *each[1:])
-        for each in losses
-        if each.error > _NOTED_ERROR
-    ]
-
-
 class _Loss(NamedTuple):
-    """The kind of a loss, and its numbers as in `LossyOperation`."""
+    """What an operation loses: the kind of that, and its numbers as in `LossyOperation`."""
 
     kind: Kind
     typical: float
@@ -118,23 +114,6 @@ def _losses_of_sum(
     return [*losses, _Loss("lost_terms", _mean_size(smaller[is_lost]), share, share)]
 
 
-def _rounded_phase(argument: np.ndarray, values: np.ndarray, rounding: float) -> _Loss:
-    error = _relative_to_spread(rounding * _mean_size(argument), values)
-    return _Loss("phase", _mean_size(values), 1.0, error)
-
-
-def _saturated(argument: np.ndarray, values: np.ndarray, largest: float) -> _Loss:
-    is_saturated = (np.abs(argument) < largest) & (np.abs(values) == 1.0)
-    share = float(np.mean(is_saturated))
-    return _Loss("saturation", 1.0, share, share)
-
-
-def _lost_in_long_sum(terms: np.ndarray, values: np.ndarray, rounding: float) -> _Loss:
-    is_lost = (terms > 0) & (terms <= rounding * float(np.max(np.abs(values))))
-    share = float(np.mean(is_lost))
-    return _Loss("lost_terms", _mean_size(terms[is_lost]), share, share)
-
-
 def _relative_to_spread(error: float, values: np.ndarray) -> float:
     """Returns an error relative to how values vary; 0 of values that are all the same."""
     spread = float(np.std(values, dtype=np.float64))
@@ -146,7 +125,8 @@ def _sampled(
 ) -> tuple[list[np.ndarray], np.ndarray] | None:
     """Returns the values of the operands and of the result; `None` if one is not finite.
 
-    Those of operands of the result's shape, or that broadcast to it, belong together.
+    Operands that broadcast to the shape of the result get that shape, so that values belong
+    together.
     """
     arrays = [each.array.astype(np.float32) for each in operands]
     values = result.array.astype(np.float32)

@@ -13,14 +13,14 @@ from kmp.replay.output_errors import largest_error, samples_of
 from kmp.replay.step_program import ProgramView
 from kmp.utils.float_formats import DTYPES_16_BIT
 
-_NOTED_ERROR = 0.01  # smaller ones are rounding, of whatever
+_NOTED_ERROR = 0.01  # smaller ones are rounding
 
 
 class NewErrors:
-    """Adds the operations of layers to a program in float32 once more, in their own precision.
+    """Adds the operations of layers to a program in float32 twice more.
 
-    They get the inputs that the layer has in float32. And once more in float32, with inputs that
-    are rounded.
+    The first copies compute in the precision of the layer, on the inputs that the layer has in
+    float32. The second ones compute in float32, on inputs that are rounded.
 
     Args:
         step: The step.
@@ -47,7 +47,7 @@ class NewErrors:
     def add(self, view: ProgramView) -> Any:
         """Adds the operations to a program, and returns the outputs of each call.
 
-        In float32, in its own precision, and with rounded inputs.
+        There are three of each: in float32, in its own precision, and with rounded inputs.
         """
         operations = self._step.graph.get_operations()
         own, rounded = _Copies("own", view), _Copies("rounded", view, rounds_inputs=True)
@@ -82,7 +82,7 @@ class _Copies:
         name: A name for them.
         view: The program.
         rounds_inputs: Whether they compute in float32, with inputs that are rounded to the
-            precision of the layer; not in that precision.
+            precision of the layer; else they compute in that precision.
     """
 
     def __init__(self, name: str, view: ProgramView, *, rounds_inputs: bool = False) -> None:
@@ -122,14 +122,13 @@ class _Copies:
                 origin = source.partition(":")[0]
                 # Casts to the format of the program have no place in the step. The lists in which a
                 # loop keeps values for its backward pass are made later than the call.
-                is_copied = origin in inside or origin.startswith(CAST) or self._is_list(source)
+                is_copied = origin in inside or origin.startswith(CAST)
+                if not is_copied:
+                    is_copied = self._view.find_source(source)[1] == tf.variant
                 if origin in self._nodes and is_copied:
                     waiting.append(origin)
                 else:
                     self._inputs[prefix + source] = self._input(source, call.dtype)
-
-    def _is_list(self, source: str) -> bool:
-        return self._view.find_source(source)[1] == tf.variant
 
     def _input(self, source: str, dtype: str) -> tf.Tensor:
         value, own_dtype = self._view.find_source(source)

@@ -1,6 +1,6 @@
 """The operations of a pass that make NaN or Inf out of finite values.
 
-And values that float16 loses: constants, and results that become 0.
+The constants and results that float16 makes 0 or Inf are here too.
 """
 
 import math
@@ -14,8 +14,8 @@ from kmp.records.replay import NonfiniteOperation
 from kmp.utils.float_formats import FLOAT16, FLOAT32
 
 MOST_NONFINITE = 8
-# Elementwise operations whose result is 0 only for an operand that is 0, or by underflow: unlike a
-# difference.
+# Elementwise operations whose result is 0 only for an operand that is 0, or by underflow. A
+# difference is none of them.
 WITHOUT_CANCELLATION = (
     "Cast",
     "Div",
@@ -52,8 +52,8 @@ class FloatValues(NamedTuple):
 class NonfiniteOperations:
     """The first operations of a pass that make NaN or Inf out of values without it.
 
-    Of each layer, the first that returns Inf and the first that returns NaN: many layers have an
-    Inf that does no harm, such as a mask.
+    Each layer has the first that returns Inf and the first that returns NaN, because many layers
+    have an Inf that does no harm, such as a mask.
 
     Attributes:
         found: The operations.
@@ -71,7 +71,10 @@ class NonfiniteOperations:
 
     def add_constant(self, layer: str, value: float) -> None:
         """Adds a scalar of a float32 operation, if float16 loses it."""
-        if not _is_lost_in_float16(value):
+        size = abs(value)
+        becomes_zero = 0 < size <= 2.0**FLOAT16.flush_exponent
+        becomes_inf = FLOAT16.max < size < math.inf
+        if not (becomes_zero or becomes_inf):
             return
         constants = self.lost_constants.setdefault(layer, [])
         if value not in constants and len(constants) < MOST_NONFINITE:
@@ -81,7 +84,10 @@ class NonfiniteOperations:
         self, layer: str, operands: Sequence[FloatValues], result: FloatValues
     ) -> None:
         """Adds what an operation makes 0 in float16 out of operands that are not."""
-        share = _lost_share(operands, result)
+        is_lost = result.array == 0
+        for operand in operands:
+            is_lost = is_lost & (operand.array != 0)
+        share = float(np.mean(is_lost)) if is_lost.size else 0.0
         if share:
             self.underflows[layer] = max(share, self.underflows.get(layer, 0.0))
 
@@ -100,9 +106,17 @@ def described(operation: NonfiniteOperation, operands: Sequence[FloatValues]) ->
     scalars = [float(each.array) for each in operands if each.is_scalar]
     finite = [scalar for scalar in scalars if math.isfinite(scalar)]
     constant = float(np.clip(finite[0], -FLOAT32.max, FLOAT32.max)) if finite else None
-    largest = max((_largest(each.array) for each in operands), default=0.0)
-    divisor = _divisor(operation.operation, operands)
-    radicand = operands[0].array if operation.operation == "Pow" and operands else divisor
+    largest = 0.0
+    for each in operands:
+        values = each.array[np.isfinite(each.array)].astype(np.float64)
+        largest = max(largest, float(np.max(np.abs(values), initial=0.0)))
+    # What divides, or whose root is taken: the last operand, or the base of a negative power.
+    divisor = radicand = np.zeros(0)
+    if operands:
+        is_power = operation.operation == "Pow"
+        has_negative_exponent = is_power and bool((operands[-1].array < 0).all())
+        divisor = operands[0 if has_negative_exponent else -1].array.astype(np.float32)
+        radicand = operands[0].array if is_power else divisor
     return replace(
         operation,
         largest_input=min(largest, FLOAT32.max),
@@ -111,35 +125,3 @@ def described(operation: NonfiniteOperation, operands: Sequence[FloatValues]) ->
         has_infinite_constant=any(map(math.isinf, scalars)),
         has_negative_input=bool((radicand < 0).any()),
     )
-
-
-def _divisor(operation: str, operands: Sequence[FloatValues]) -> np.ndarray:
-    """Returns the operand that divides, or whose root is taken.
-
-    The last one, or the base of a negative power.
-    """
-    if not operands:
-        return np.zeros(0)
-    has_negative_exponent = operation == "Pow" and bool((operands[-1].array < 0).all())
-    index = 0 if has_negative_exponent else -1
-    return operands[index].array.astype(np.float32)
-
-
-def _lost_share(operands: Sequence[FloatValues], result: FloatValues) -> float:
-    """Returns the share of results that are 0 though no operand is."""
-    is_lost = result.array == 0
-    for operand in operands:
-        is_lost = is_lost & (operand.array != 0)
-    return float(np.mean(is_lost)) if is_lost.size else 0.0
-
-
-def _is_lost_in_float16(value: float) -> bool:
-    """Whether a number that is not zero or infinite is so in float16."""
-    size = abs(value)
-    is_zero = 0 < size <= 2.0**FLOAT16.flush_exponent
-    return is_zero or FLOAT16.max < size < math.inf
-
-
-def _largest(values: np.ndarray) -> float:
-    finite = values[np.isfinite(values)].astype(np.float64)
-    return float(np.max(np.abs(finite), initial=0.0))

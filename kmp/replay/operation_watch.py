@@ -1,4 +1,4 @@
-"""The operations of a pass, one by one."""
+"""Looks at the operations of a pass, one by one."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -12,7 +12,7 @@ from kmp.gradients.step_facts import line_of
 from kmp.records.replay import LossyOperation, NonfiniteOperation
 from kmp.replay.arrays import array_of
 from kmp.replay.layer_results import counts_of_nonfinite, sample
-from kmp.replay.lossy_operations import CLASSIFIED, lossy_operations, worst_by_layer
+from kmp.replay.lossy_operations import CLASSIFIED, classify_operation, worst_by_layer
 from kmp.replay.nonfinite_operations import (
     WITHOUT_CANCELLATION,
     FloatValues,
@@ -89,25 +89,25 @@ class OperationWatch:
         counts: list[tf.Tensor] = []
         samples: list[list[tf.Tensor]] = []
         scalars: list[tf.Tensor] = []
-
-        def count(tensor: tf.Tensor) -> None:
-            if tensor.name not in self._position:
-                self._position[tensor.name] = len(counts)
-                counts.append(counts_of_nonfinite(view.find(tensor)))
-
         places, names = self._step.places, view.operations
         for index, operation in enumerate(self._step.graph.get_operations()):
             if operation.name not in names or not operation.outputs:
                 continue
             owner, is_backward = places.owners[index], places.are_backward[index]
             layer = self._path_of(owner)
+
+            # Where NaN and Inf are: of both passes.
             operands = _floats(operation.inputs[: _OPERANDS.get(operation.type)])
             results = _floats(operation.outputs[: _RESULTS.get(operation.type)])
             for tensor in (*operands, *results):
-                count(tensor)
+                if tensor.name not in self._position:
+                    self._position[tensor.name] = len(counts)
+                    counts.append(counts_of_nonfinite(view.find(tensor)))
             dtypes = [view.find(each).dtype.name for each in results]
             watched = _Watched(index, operation, layer, is_backward, operands, results, dtypes)
             self._watched.append(watched)
+
+            # What 16 bits lose: of the forward pass.
             if is_backward:
                 continue
             for each in operands:
@@ -162,7 +162,7 @@ class OperationWatch:
             if kind in WITHOUT_CANCELLATION and result.dtype == FLOAT16.name:
                 found.add_underflow(layer, operands, result)
             if kind in (*CLASSIFIED, "Cast"):
-                lossy += lossy_operations(layer, kind, operands, result)
+                lossy += classify_operation(layer, kind, operands, result)
         self._add_nonfinite(found, array_of(counts)[:, 2:] > 0, values_of)
         return found, worst_by_layer(lossy)
 
@@ -189,22 +189,25 @@ class OperationWatch:
                 continue
             if not self._is_origin(watched, value, has):
                 continue
-            done = {
-                self._path_of(call)
-                for call in self._step.calls
-                if call.operations.stop <= watched.position
-            }
-            found.layers_done.append(len(done))
-            kind, dtype = watched.operation.type, watched.dtypes[0]
-            is_backward = watched.is_backward
-            code = line_of(watched.operation)
+            before = [call for call in self._step.calls if call.operations.stop <= watched.position]
+            found.layers_done.append(len({self._path_of(call) for call in before}))
             new = NonfiniteOperation(
-                watched.layer, kind, dtype, value, 0, 0, None, is_backward, code=code
+                watched.layer,
+                watched.operation.type,
+                watched.dtypes[0],
+                value,
+                largest_input=0,
+                smallest_input=0,
+                constant=None,
+                is_backward=watched.is_backward,
+                code=line_of(watched.operation),
             )
             found.found.append(new)
             origins.append(watched)
         if not origins:
             return
+
+        # Another run, for the values of their operands.
         values = iter(values_of([each for watched in origins for each in watched.operands]))
         for index, watched in enumerate(origins):
             tensors = [next(values) for _ in watched.operands]

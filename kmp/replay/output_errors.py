@@ -42,9 +42,10 @@ def magnitudes_of(outputs: Mapping[str, Outputs]) -> dict[str, float]:
 def relative_error(values: np.ndarray, exact: np.ndarray) -> float:
     """Returns the L2 norm of the difference from float32 outputs, relative to their variation.
 
-    That is how the outputs differ between examples; if all examples have the same, the norm of the
-    outputs. At most 1e6, also for NaN and Inf. Of integers, such as indices, the share of those
-    that differ: the next index is as wrong as any other.
+    The variation is how the outputs differ between examples; if all examples have the same outputs,
+    their norm takes its place. The error is at most 1e6, also for NaN and Inf. The error of
+    integers, such as indices, is the share of those that differ: the next index is as wrong as any
+    other.
 
     Args:
         values: Array of shape `(examples, ...)`.

@@ -34,7 +34,7 @@ class PassResult(NamedTuple):
 
     Attributes:
         loss: The loss, not multiplied by `factor`; the sum of all that the training step scales. If
-            that is not known, as of a forward pass, NaN if an output is not finite, else 0.
+            it is not known, as in a forward pass, it is NaN if an output is not finite, else 0.
         knows_loss: Whether the training step scales a loss.
         gradients: The gradient of each variable by path, a tensor, `tf.IndexedSlices` or `None`.
         marks: The layers of the pass and the gradients of their outputs.
@@ -80,7 +80,7 @@ class Passes:
             GAN; `None` for all.
         kind: Whose training step it is: that of Keras, a `train_step` of the user's own, or that of
             a training loop.
-        has_backward: Whether a pass has losses and gradients, not the outputs alone.
+        has_backward: Whether a pass has losses and gradients in addition to outputs.
         factor: What the loss is multiplied by before the backward pass in the precision of the
             model.
         restored: The variables of `BatchCapture.variables`.
@@ -218,23 +218,31 @@ class Passes:
     ) -> PassResult:
         if time.monotonic() > self.deadline:
             raise TimeoutError("the replay of a batch takes too long")
-        began, data = time.monotonic(), self._whole(self.data)
+        began = time.monotonic()
         if not self.graph.takes_scale:
             factor = 1.0  # the step has no place for it
+
+        # A program that is traced or compiled for one size gets a batch of that size.
+        data, rows = self.data, self.graph.rows
+        if rows is None and self.as_trained and self.graph.is_compiled:
+            rows = self.programs.rows = max(self.programs.rows, self.examples)
+        if rows not in (None, self.examples):
+            data = tiled(data, rows)
+
+        # A search makes many programs, and runs each once; the others are kept.
         key = number_format, watch, measure, self.as_trained, self.has_backward
-        is_new = key not in self.programs.made
-        if is_new:
-            measures = _Measures(self, watch=watch, measure=measure)
-            program = self._program(number_format, measures)
-            if number_format.only is None:  # a search makes many others, and runs each once
-                self.programs.made[key] = program, measures
-        else:
-            program, measures = self.programs.made[key]
+        known = self.programs.made.get(key)
+        program, measures = known or self._new_program(number_format, watch=watch, measure=measure)
+        if number_format.only is None:
+            self.programs.made[key] = program, measures
+        states = float_states(self.model)
+        initial = {id(states[path].value.handle): each for path, each in self.states.items()}
         with without_tensor_float_32():
-            result = program(data, factor, self._begin())
-        if is_new and self.as_trained:
+            result = program(data, factor, initial)
+        if known is None and self.as_trained:
             self.programs.seconds += time.monotonic() - began
 
+        # What the program returns becomes the result of the pass.
         of_layers, of_operations, of_errors = result.measured
         marks = measures.layers.read(of_layers)
         if measures.new_errors:
@@ -260,9 +268,10 @@ class Passes:
                     constants=self.constants,
                 )
                 with without_tensor_float_32():
-                    return with_values(data, factor, self._begin()).measured
+                    return with_values(data, factor, initial).measured
 
             nonfinite, lossy = measures.operations.read(of_operations, values_of)
+        assigned = {path: program.assigned(variable) for path, variable in states.items()}
         return PassResult(
             loss=sum(losses) if losses else 0.0 if outputs_are_finite else math.nan,
             knows_loss=bool(losses),
@@ -271,11 +280,18 @@ class Passes:
             nonfinite=nonfinite,
             lossy=lossy,
             factor=factor,
-            states=self._assigned(program),
+            states={
+                path: array_of(value).astype(np.float64)
+                for path, value in assigned.items()
+                if value is not None
+            },
         )
 
-    def _program(self, number_format: "_Format", measures: "_Measures") -> StepProgram:
-        return step_program(
+    def _new_program(
+        self, number_format: "_Format", *, watch: bool, measure: bool
+    ) -> tuple[StepProgram, "_Measures"]:
+        measures = _Measures(self, watch=watch, measure=measure)
+        program = step_program(
             self.graph,
             *number_format,
             tensors=measures.layers.tensors,
@@ -285,35 +301,7 @@ class Passes:
             as_trained=self.as_trained,
             constants=self.constants,
         )
-
-    def paths(self) -> dict[int, str]:
-        """Returns the paths of layers and operations, by `id`."""
-        operations = self.operations
-        if operations is None:
-            beside = [{each.name: each, **layers_by_path(each)} for each in self.beside]
-            own = {self.model.name: self.model, **layers_by_path(self.model)}
-            operations = {path: each for found in (*beside, own) for path, each in found.items()}
-        return {id(operation): path for path, operation in operations.items()}
-
-    def _whole(self, data: Any) -> Any:
-        """Returns a batch of the size for which the programs are traced or compiled."""
-        rows = self.graph.rows
-        if rows is None and self.as_trained and self.graph.is_compiled:
-            rows = self.programs.rows = max(self.programs.rows, self.examples)
-        return data if rows in (None, self.examples) else tiled(data, rows)
-
-    def _begin(self) -> dict[int, Any]:
-        """Returns the values that states have at the beginning, by the `id` of their handle."""
-        states = float_states(self.model)
-        return {id(states[path].value.handle): each for path, each in self.states.items()}
-
-    def _assigned(self, program: StepProgram) -> dict[str, np.ndarray]:
-        assigned = {}
-        for path, variable in float_states(self.model).items():
-            value = program.assigned(variable)
-            if value is not None:
-                assigned[path] = array_of(value).astype(np.float64)
-        return assigned
+        return program, measures
 
     def _gradients(self, found: Sequence[dict[int, Any]], factor: float) -> dict[str, Any]:
         """Returns the gradients by path, multiplied by the factor where the step has divided."""
@@ -345,26 +333,34 @@ class _Measures:
         # The same for all programs, so that they sample the same values.
         passes.programs.examples = passes.programs.examples or passes.examples
         step, examples = passes.graph, passes.programs.examples
-        paths = passes.paths()
-        beside = {id(each) for layer in passes.beside for each in sublayers(layer)}
+
+        layers: dict[str, keras.Operation] = {}
+        for layer in (*passes.beside, passes.model):
+            layers |= {layer.name: layer, **layers_by_path(layer)}
+        operations = layers if passes.operations is None else passes.operations
+        paths = {id(operation): path for path, operation in operations.items()}
         calls = [call for call in step.calls if call.layer in paths]
         if passes.as_trained and not watch:
+            beside = {id(each) for layer in passes.beside for each in sublayers(layer)}
             calls = [call for call in step.places.outermost_calls if call.layer not in beside]
-        measured = passes.has_backward and not passes.as_trained
+        computing_gradients = set[str]()
+        if passes.has_backward and not passes.as_trained:
+            computing_gradients = step.computing_gradients_of(passes.optimizers)
         self.layers = LayerMeasure(
             step,
             calls,
             paths,
             examples,
             keeps_all_values=passes.keeps_all_values or passes.as_trained,
-            computing_gradients=step.computing_gradients_of(passes.optimizers)
-            if measured
-            else set(),
+            computing_gradients=computing_gradients,
         )
-        path_of = self.layers.path_of
-        has_operations = watch and not passes.as_trained
-        self.operations = OperationWatch(step, path_of, examples) if has_operations else None
-        self.new_errors = NewErrors(step, calls, path_of, examples) if measure else None
+
+        self.operations: OperationWatch | None = None
+        if watch and not passes.as_trained:
+            self.operations = OperationWatch(step, self.layers.path_of, examples)
+        self.new_errors: NewErrors | None = None
+        if measure:
+            self.new_errors = NewErrors(step, calls, self.layers.path_of, examples)
 
     def add(self, view: ProgramView) -> Any:
         """Adds the operations that measure to a program, and returns what it returns of them."""
@@ -395,7 +391,7 @@ def tiled(data: Any, size: int) -> Any:
 def as_array(gradient: Any, rows: np.ndarray | None = None, dtype: Any = np.float32) -> np.ndarray:
     """Returns a gradient as an array.
 
-    Of an embedding, these rows, by default those of the batch in ascending order.
+    That of an embedding has these rows, by default those of the batch in ascending order.
     """
     if isinstance(gradient, tf.IndexedSlices):
         indices = np.ravel(gradient.indices)

@@ -35,8 +35,8 @@ class Reference:
         model: The model.
         exact: The pass over the batch.
         halved: Returns a pass over the first half of the batch: how far its gradients are from
-            those of the batch estimates the sampling noise of these. Or `None` for a batch that is
-            too small. Called if an error is so large that its noise matters.
+            those of the batch estimates the sampling noise of these. Returns `None` for a batch
+            that is too small. It is called if an error is so large that its noise matters.
         after: Returns a pass that begins with the states of `exact`.
         noise_factor: What to multiply this noise by, for the noise in a batch of the training.
         largest_norms: The largest norm of each layer's gradients in float32, in earlier
@@ -65,7 +65,7 @@ class Reference:
 def layer_errors(own: PassResult, measured: LayerResults | None = None) -> list[LayerError]:
     """Returns the relative error of each layer's outputs, in the order of the calls.
 
-    Of many layers, those with the largest errors.
+    If there are many layers, it returns the largest errors.
 
     Args:
         own: The pass in the precision of the model, compared with float32.
@@ -77,12 +77,9 @@ def layer_errors(own: PassResult, measured: LayerResults | None = None) -> list[
         LayerError(path, error, new.get(path), of_inputs.get(path))
         for path, error in own.marks.errors.items()
     ]
-    kept = sorted(found, key=_largest_first)[:_MOST_LAYERS]
+    largest_first = sorted(found, key=lambda each: (-(each.new_error or 0.0), -each.error))
+    kept = largest_first[:_MOST_LAYERS]
     return [each for each in found if each in kept]
-
-
-def _largest_first(error: LayerError) -> tuple[float, float]:
-    return -(error.new_error or 0.0), -error.error
 
 
 def lost_weights(model: keras.Model) -> list[LostWeight]:
@@ -115,7 +112,7 @@ def _lost_values(weight: keras.Variable) -> LostWeight:
 def state_errors(result: PassResult, reference: Reference) -> list[StateError] | None:
     """Returns the large errors of the updates of states that are not trainable.
 
-    Or `None` if there are such errors, but no half of the batch to tell their noise from.
+    Returns `None` if there are such errors, but no half of the batch to tell their noise from.
 
     The noise of a state that does not depend on the batch is 0. The vectors of power iterations are
     left out.
@@ -148,10 +145,13 @@ def _state_error(
     dtype = before.dtype.name
     if reference.half is None:
         return StateError(path, _bounded(error), 0.0, 0.0, dtype)
-    # Of few elements, a small noise may be a coincidence.
+    # A small noise of few elements may be a coincidence.
     difference = norm_of(reference.half.states[path] - exact)
     noise = difference / update * (1 + 3 / exact.size)
-    if noise == 0 and _is_direction(exact):
+    # The vector of a power iteration has the length 1. Rounding may turn it for long where singular
+    # values are nearly equal, but not the norm that it estimates.
+    is_direction = exact.size > 1 and abs(norm_of(exact) - 1.0) < _OF_LENGTH_1
+    if noise == 0 and is_direction:
         return None
     following = norm_of(reference.following.states[path] - exact)
     return StateError(
@@ -163,46 +163,8 @@ def _state_error(
     )
 
 
-def _is_direction(state: np.ndarray) -> bool:
-    """Whether a state has the length 1, as the vector of a power iteration.
-
-    Rounding may turn it for long where singular values are nearly equal, but not the norm that it
-    estimates.
-    """
-    return state.size > 1 and abs(norm_of(state) - 1.0) < _OF_LENGTH_1
-
-
 def _bounded(error: float) -> float:
     return error if error < LARGEST_ERROR else LARGEST_ERROR  # or NaN
-
-
-@dataclass
-class _Sums:
-    """Sums over the elements of a layer's gradients."""
-
-    difference: float = 0.0  # of the squares of the differences from float32
-    product: float = 0.0  # of both gradients
-    square: float = 0.0  # of the gradients in float32
-
-    def add(self, own: np.ndarray, exact: np.ndarray) -> None:
-        """Adds the gradients of a variable."""
-        self.difference += _square_sum(own - exact)
-        self.product += inner_product(own, exact)
-        self.square += _square_sum(exact)
-
-    @property
-    def error(self) -> float:
-        """The error relative to the norm in float32."""
-        return float(min(np.sqrt(self.difference / self.square), LARGEST_ERROR))
-
-    @property
-    def kept(self) -> float:
-        """The part of the gradient in float32 that is left, as a factor."""
-        return float(np.clip(self.product / self.square, -LARGEST_ERROR, LARGEST_ERROR))
-
-
-def _square_sum(values: np.ndarray) -> float:
-    return float(np.sum(np.square(values)))
 
 
 def gradient_errors(result: PassResult, reference: Reference) -> list[GradientError]:
@@ -231,6 +193,41 @@ def gradient_errors(result: PassResult, reference: Reference) -> list[GradientEr
     return sorted(found, key=lambda error: -error.error)[:_MOST_LAYERS]
 
 
+@dataclass
+class _Sums:
+    """Sums over the elements of a layer's gradients.
+
+    Attributes:
+        difference: The sum of the squares of the differences from float32.
+        product: That of the products of both gradients.
+        square: That of the squares of the gradients in float32.
+    """
+
+    difference: float = 0.0
+    product: float = 0.0
+    square: float = 0.0
+
+    def add(self, own: np.ndarray, exact: np.ndarray) -> None:
+        """Adds the gradients of a variable."""
+        self.difference += _square_sum(own - exact)
+        self.product += inner_product(own, exact)
+        self.square += _square_sum(exact)
+
+    @property
+    def error(self) -> float:
+        """The error relative to the norm in float32."""
+        return float(min(np.sqrt(self.difference / self.square), LARGEST_ERROR))
+
+    @property
+    def kept(self) -> float:
+        """The part of the gradient in float32 that is left, as a factor."""
+        return float(np.clip(self.product / self.square, -LARGEST_ERROR, LARGEST_ERROR))
+
+
+def _square_sum(values: np.ndarray) -> float:
+    return float(np.sum(np.square(values)))
+
+
 def _sums_by_layer(result: PassResult, reference: Reference) -> dict[str, _Sums]:
     sums: dict[str, _Sums] = {}
     for name, exact in reference.exact.gradients.items():
@@ -249,7 +246,7 @@ def _noise_by_layer(
 ) -> dict[str, float]:
     """Returns the sampling noise of the gradients of each layer, relative to their norm.
 
-    Empty for a batch that is too small.
+    It is empty for a batch that is too small.
     """
     half = reference.half
     if half is None:

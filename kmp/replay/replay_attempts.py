@@ -14,12 +14,12 @@ NextAttempt = Literal["none", "same batch", "another batch", "whole batch"]
 
 
 class ReplayAttempts:
-    """Decides how to go on after a replay that failed: it does not end those of a training.
+    """Decides what to replay after a replay that failed, which does not end those of a training.
 
-    A batch is replayed by a few examples, of a training step of the user's own with the whole step.
-    If that fails, then by the forward pass of the model alone; by fewer examples, if the memory is
-    too small for these; by the whole batch, because rows of it may not stand alone, such as the
-    nodes of a graph; and by another batch.
+    A replay begins with a few examples of a batch, and with the whole training step. If that fails,
+    it is tried with the forward pass of the model alone; with fewer examples, if the memory is too
+    small; with the whole batch, because rows such as the nodes of a graph may not stand alone; and
+    with another batch.
 
     Args:
         runs_step: Whether the training step can be replayed, not the forward pass alone.

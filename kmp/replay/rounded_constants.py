@@ -1,8 +1,8 @@
 """Constants that a program makes in 16 bits outside of its training step.
 
-Float32 gets what 16 bits have left of them. What they were is not known, but how far from that they
-may have been: if a pass in float32 that is not finite is so with other values as close, their
-rounding is the reason.
+A pass in float32 gets them as rounded to 16 bits. Their values before that are not known, but how
+far from the rounded ones they may have been is: if a pass that is not finite is finite with other
+values that round to the same, their rounding is the reason.
 """
 
 import contextlib
@@ -113,7 +113,7 @@ def _may_be_rounded(constant: _Constant) -> bool:
 def _before_rounding(array: np.ndarray, direction: float) -> np.ndarray:
     """Returns float32 numbers that round to these: a quarter of the way to the next ones.
 
-    In place of Inf, numbers beyond the maximum of the format; in place of NaN, 1.
+    They are beyond the maximum of the format in place of Inf, and 1 in place of NaN.
     """
     largest = FORMATS_16_BIT[array.dtype.name].max
     bounded = np.clip(np.nan_to_num(array.astype(np.float64), nan=1.0), -largest, largest)

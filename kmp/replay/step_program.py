@@ -1,9 +1,9 @@
 """The forward and backward pass of a training step, cut out of the graph that trains.
 
 The program gets a batch and a loss scale, and returns losses, gradients and the outputs of layers.
-It has the operations of the training step, up to the gradients that reach the optimizer, and those
-in another float format, if it is asked for that. It changes nothing: what the step assigns, it
-assigns to copies of the variables. No code of the user runs.
+It has the operations of the training step, up to the gradients that reach the optimizer; if it is
+asked for another float format, they compute in that one. It changes nothing: what the step assigns,
+it assigns to copies of the variables. No code of the user runs.
 """
 
 import weakref
@@ -94,9 +94,6 @@ class _Copy(NamedTuple):
     handle: tf.Tensor
     variable: tf.Variable
 
-    def read_source(self) -> tf.Tensor:
-        return tf.raw_ops.ReadVariableOp(resource=self.handle, dtype=handle_dtype(self.handle))
-
 
 @dataclass(frozen=True, eq=False)
 class StepProgram:
@@ -122,10 +119,11 @@ class StepProgram:
                 by default their values now.
         """
         states = states or {}
-        for copy in self._copies:
-            value = states.get(id(copy.handle))
-            value = copy.read_source() if value is None else value
-            copy.variable.assign(tf.cast(value, copy.variable.dtype))
+        for handle, variable in self._copies:
+            value = states.get(id(handle))
+            if value is None:
+                value = tf.raw_ops.ReadVariableOp(resource=handle, dtype=handle_dtype(handle))
+            variable.assign(tf.cast(value, variable.dtype))
         losses, gradients, measured = self._run(
             [*_tensors_of(data), tf.constant(loss_scale, tf.float32)]
         )
@@ -158,9 +156,8 @@ class StepProgram:
         """Returns the value of a variable after the last run; `None` if a run assigns it none."""
         inner: Any = variable.value if isinstance(variable, keras.Variable) else variable
         handle = inner.handle
-        found = (copy.variable for copy in self._copies if copy.handle is handle)
-        copy = next(found, None)
-        return None if copy is None else tf.convert_to_tensor(copy)
+        found = next((copy for copy in self._copies if copy.handle is handle), None)
+        return None if found is None else tf.convert_to_tensor(found.variable)
 
 
 @dataclass
@@ -172,7 +169,7 @@ class StepPrograms:
         rows: The most examples of a batch: XLA compiles a program for each number.
         examples: The number of examples of the first batch, from which follows which values of
             outputs programs sample.
-        seconds: What making and first running those has taken that run as the training does.
+        seconds: How long it took to make and first run those that run as the training does.
     """
 
     made: dict[Any, Any] = field(default_factory=dict)
@@ -220,6 +217,8 @@ def step_program(
     """
     graph = step.graph
     _check_step(step, has_backward)
+
+    # What it returns, and what it gets in place of operations of the step.
     fetched: dict[str, list[Any]] = {"losses": [], "gradients": []}
     if has_backward:
         fetched["losses"] = [each.loss for each in step.losses]
@@ -234,19 +233,20 @@ def step_program(
     seeds = step.seeds  # without a loss scale, as in bfloat16, the backward pass begins with it
     scales = [each.scale for each in step.scales]
     replaced = {each.op.name for each in (*graph.inputs, *given, *scales, *seeds)}
+
+    # The operations that it needs, as they are in the training.
     names = [*(each.op.name for each in wanted), *_writes_of(step, states)]
     later = {each.name for each in graph.get_operations()[step.position :]} - set(names)
-    definition = part_of(graph.as_graph_def(), names, replaced, not_waited_for=later)
+    definition = _part_of(graph.as_graph_def(), names, replaced, not_waited_for=later)
     own = definition = with_fixed_numbers(with_own_functions(definition))
     used = _used_by(definition)
     captured, copies = _captured(graph, used)
+
+    # The same in another format, with copies of variables and constants that hold more.
     if dtype is not None:
-        held = _held_by(definition, captured, copies, None if only is None else variables)
-        names_held = {_operation_of(name) for name in held}
-        chosen = None if only is None else step.places.operations_with(only, names_held)
-        for index in held.values():
-            copies[index] = _in_format(copies[index], dtype)
-        captured |= {name: copies[index].variable.handle for name, index in held.items()}
+        chosen_variables = None if only is None else variables
+        recast = _recast_copies(copies, captured, definition, dtype, chosen_variables)
+        chosen = None if only is None else step.places.operations_with(only, recast)
         constants = constants or {}
         changed = [name for name in captured if _operation_of(name) in constants]
         captured |= {name: tf.constant(constants[_operation_of(name)], dtype) for name in changed}
@@ -256,7 +256,7 @@ def step_program(
             dtype,
             {**step.constants, **constants},
             chosen,
-            names_held.union(map(_operation_of, changed)),
+            recast.union(map(_operation_of, changed)),
             step.places.following_casts,
         )
 
@@ -284,6 +284,7 @@ def step_program(
             measure(ProgramView(find, own, definition, step)),
         )
 
+    # TensorFlow makes a function of it.
     functions = functions_added(definition)
     specs = [tf.TensorSpec(each.shape, each.dtype) for each in given]
     is_compiled = as_trained and step.is_compiled
@@ -297,26 +298,24 @@ def step_program(
 def _writes_of(step: StepGraph, states: Collection[int]) -> list[str]:
     """Returns the names of the operations that assign variables.
 
-    Before the update all; after it those of these states, such as an average of weights, which
-    does not wait for it in a program.
+    After the update they are those of these states only, such as an average of weights, which does
+    not wait for the update in a program.
     """
     graph = step.graph
     operations = graph.get_operations()
     before = {each.name for each in operations[: step.position]}
-    handles = {id(inner) for outer, inner in graph.captures if id(outermost(outer)) in states}
-    writes = [
+    of_step = [
         each.name
         for each in graph.control_outputs
         if each.name in before and each.type.startswith(_WRITES)
     ]
-    return [
-        *writes,
-        *(
-            each.name
-            for each in operations[step.position : step.end]
-            if each.type.startswith("Assign") and id(each.inputs[0]) in handles
-        ),
+    handles = {id(inner) for outer, inner in graph.captures if id(outermost(outer)) in states}
+    after_update = [
+        each.name
+        for each in operations[step.position : step.end]
+        if each.type.startswith("Assign") and id(each.inputs[0]) in handles
     ]
+    return [*of_step, *after_update]
 
 
 def _used_by(definition: Any) -> dict[str, bool]:
@@ -330,9 +329,10 @@ def _used_by(definition: Any) -> dict[str, bool]:
 
 
 def _captured(graph: Any, used: Mapping[str, bool]) -> tuple[dict[str, Any], list[_Copy]]:
-    """Returns what a program captures in place of what a graph does, by the name in the graph.
+    """Returns what a program captures in place of what a graph does, and copies of variables.
 
-    And the copies of the variables that are not only read.
+    What it captures is by the name in the graph. The copies are those of the variables that are not
+    only read.
     """
     captured, copies = {}, []
     for outer, inner in graph.captures:
@@ -349,37 +349,40 @@ def _captured(graph: Any, used: Mapping[str, bool]) -> tuple[dict[str, Any], lis
     return captured, copies
 
 
-def _held_by(
+def _recast_copies(
+    copies: list[_Copy],
+    captured: dict[str, Any],
     definition: Any,
-    captured: Mapping[str, Any],
-    copies: Sequence[_Copy],
+    dtype: str,
     variables: Collection[int] | None,
-) -> dict[str, int]:
-    """Returns the copies of variables in 16 bits, or of those with these handles.
+) -> set[str]:
+    """Puts copies in a format in place of those in 16 bits, or of those with these handles.
 
-    Those that only the step itself uses, no function of it. Their indices, by the name of the
-    handle in the graph.
+    Variables that a function of the step uses keep theirs.
+
+    Returns:
+        The names of the operations that stand for their handles in the graph.
     """
-    found = {}
     in_functions = {
         _operation_of(source)
         for node in definition.node
         if not node.op.startswith((*_READS, "Assign"))
         for source in node.input
     }
-    for index, copy in enumerate(copies):
-        is_wanted = variables is None or id(copy.handle) in variables
-        if is_wanted and copy.variable.dtype.name in DTYPES_16_BIT:
-            (name,) = (key for key, each in captured.items() if each is copy.variable.handle)
-            if _operation_of(name) not in in_functions:
-                found[name] = index
+    found = set()
+    for index, (handle, variable) in enumerate(copies):
+        is_wanted = variables is None or id(handle) in variables
+        if not is_wanted or variable.dtype.name not in DTYPES_16_BIT:
+            continue
+        (name,) = (key for key, each in captured.items() if each is variable.handle)
+        if _operation_of(name) in in_functions:
+            continue
+        with tf.device(variable.device):
+            recast = tf.Variable(tf.cast(variable, dtype), trainable=False)
+        copies[index] = _Copy(handle, recast)
+        captured[name] = recast.handle
+        found.add(_operation_of(name))
     return found
-
-
-def _in_format(copy: _Copy, dtype: str) -> _Copy:
-    """Returns a copy of a variable that holds more than the variable does."""
-    with tf.device(copy.variable.device):
-        return _Copy(copy.handle, tf.Variable(tf.cast(copy.variable, dtype), trainable=False))
 
 
 def _check_step(step: StepGraph, has_backward: bool) -> None:
@@ -402,13 +405,13 @@ def _check_step(step: StepGraph, has_backward: bool) -> None:
             raise RuntimeError("the step applies gradients that it does not compute")
 
 
-def part_of(
+def _part_of(
     definition: Any,
     wanted: Sequence[str],
     replaced: Collection[str],
     not_waited_for: Collection[str] = (),
 ) -> Any:
-    """Returns the operations that these need, without those in whose place a value is given."""
+    """Returns the operations that these need, without those that a given value replaces."""
     nodes = {node.name: node for node in definition.node}
     needed: set[str] = set()
     waiting = [*wanted]

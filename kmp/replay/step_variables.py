@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import keras
@@ -18,8 +19,8 @@ Specs = list[tuple[tf.DType, tf.TensorShape]]
 class StepVariables:
     """Keeps the batch of a step that is skipped or requested, or its first examples: 64 MB.
 
-    Without a branch, for which a GPU would make the host wait: each step writes them, or the old
-    values. A batch whose shapes are known in part, so that it may be ragged, cannot be selected
+    There is no branch, for which a GPU would make the host wait: each step writes the batch or the
+    old values. A batch whose shapes are known in part, so that it may be ragged, cannot be selected
     that way: outside of XLA the variables refer to the last one, which is no copy.
 
     Args:
@@ -28,17 +29,11 @@ class StepVariables:
 
     def __init__(self, optimizer: LossScaleOptimizer) -> None:
         self._optimizer = optimizer
-        options = {"trainable": False, "autocast": False}
-        self._is_requested = keras.Variable(
-            "zeros", (), "int64", name="capture_requested", **options
-        )
+        new = partial(keras.Variable, "zeros", trainable=False, autocast=False)
+        self._is_requested = new((), "int64", name="capture_requested")
         # Step, batch size, index of the structure, and the skipped steps in a row up to it.
-        self._about = keras.Variable(
-            "zeros", (4,), "int64", trainable=False, autocast=False, name="captured_batch"
-        )
-        self._loss_scale = keras.Variable(
-            "zeros", (), "float32", trainable=False, autocast=False, name="captured_loss_scale"
-        )
+        self._about = new((4,), "int64", name="captured_batch")
+        self._loss_scale = new((), "float32", name="captured_loss_scale")
         self._made: list[tuple[Specs, list[tf.Variable]]] = []
         self._structures: list[Any] = []
 
@@ -92,7 +87,7 @@ class StepVariables:
     def read(self) -> tuple[Any, int, int, float, int] | None:
         """Returns a batch, its size, step and loss scale, and how many were skipped in a row then.
 
-        `None` if no batch was kept.
+        Returns `None` if no batch was kept.
         """
         step, size, index, in_a_row = self._about.numpy().tolist()
         if not step:
@@ -120,9 +115,15 @@ class StepVariables:
         fitting = [index for index, each in enumerate(self._made) if _fit(each[0], specs)]
         if fitting:
             return fitting[0]
+        variables = []
         try:
             with tf.init_scope():
-                variables = [_variable(*spec) for spec in specs]
+                for dtype, shape in specs:
+                    # TensorFlow keeps int32 off the GPU, where XLA cannot read it.
+                    is_selected = shape[0] is not None
+                    stored = tf.int64 if dtype == tf.int32 and is_selected else dtype
+                    empty = _empty(stored, shape)
+                    variables.append(tf.Variable(empty, trainable=False, shape=shape))
         except ValueError:
             return None
         self._made.append((specs, variables))
@@ -133,8 +134,8 @@ class StepVariables:
 def _specs_of(tensors: Sequence[tf.Tensor]) -> Specs | None:
     """Returns the specs of the variables for tensors, or `None` if they cannot be kept.
 
-    With a number of rows where examples are selected, which needs tensors of one known number of
-    rows; a smaller batch is padded.
+    They have a number of rows where examples are selected, which needs tensors of one known number
+    of rows; a smaller batch is padded.
     """
     if not tensors or not all(each.shape.rank for each in tensors):
         return None
@@ -161,12 +162,6 @@ def _fit(made: Specs, specs: Specs) -> bool:
         mine == its and shape[1:].is_compatible_with(other[1:])
         for (mine, shape), (its, other) in pairs
     )
-
-
-def _variable(dtype: tf.DType, shape: tf.TensorShape) -> tf.Variable:
-    # TensorFlow keeps int32 off the GPU, where XLA cannot read it.
-    stored = tf.int64 if dtype == tf.int32 and shape[0] is not None else dtype
-    return tf.Variable(_empty(stored, shape), trainable=False, shape=shape)
 
 
 def _empty(dtype: tf.DType, shape: tf.TensorShape) -> tf.Tensor:

@@ -9,7 +9,7 @@ from kmp.diagnosis.wording import percent
 from kmp.records import Replay, Run
 from kmp.records.replay import LOSS_FUNCTION, Comparison, NonfiniteOperation, Overflow
 from kmp.report.run_summary import RunSummary
-from kmp.report.texts import Row, Table, scale, with_omitted
+from kmp.report.texts import Table, TextRow, scale, with_omitted
 from kmp.utils.float_formats import FLOAT16
 
 _MOST_ROWS = 12
@@ -62,7 +62,7 @@ def _measured(run: Run) -> _Replays:
     return [(step, replay) for step, replay in run.replays if replay.other_format is not None]
 
 
-def _headings(values: str, names: Sequence[str]) -> Row:
+def _headings(values: str, names: Sequence[str]) -> TextRow:
     return tuple(f"{values}, {name}" for name in names)
 
 

@@ -116,7 +116,7 @@ def write(runs: Mapping[str, Run], path: str | os.PathLike[str]) -> Path:
 
 
 def write_summaries(found: Sequence[RunSummary], file: Path) -> Path:
-    """Does the same as `write`, of what is summarized already, to a file that was checked."""
+    """Does the same as `write`, of runs that are summarized already, to a file that was checked."""
     page = _html_of(found)
     try:
         file.parent.mkdir(parents=True, exist_ok=True)

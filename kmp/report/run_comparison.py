@@ -10,7 +10,7 @@ from kmp.diagnosis import thresholds
 from kmp.records import GradientSample, Run
 from kmp.records.layer_names import stable_name, stable_names
 from kmp.report.run_summary import VALIDATION, RunSummary
-from kmp.report.texts import MAX_ROWS, Row, Table, number, share, with_omitted
+from kmp.report.texts import MAX_ROWS, Table, TextRow, number, share, with_omitted
 
 _MOST_STEPS = 100
 
@@ -33,20 +33,20 @@ class _Difference(NamedTuple):
 def comparison(runs: Sequence[RunSummary]) -> tuple[Table, Table]:
     """Returns two tables of several runs, one column per run: metrics and findings, and counts.
 
-    Of the metrics, those of the validation come first, and the first that differs is marked.
+    The metrics of the validation come first, and the first metric that differs is marked.
     Without metrics, the second table is empty and the first has all.
     """
     columns = ("", *(run.name for run in runs))
 
     metrics = _names_of_metrics(runs)
-    of_metrics: list[Row] = []
+    of_metrics: list[TextRow] = []
     for name in metrics:
         values = [number(run.metrics_of_epochs.get(name)) for run in runs]
         of_metrics.append((name, *values))
     of_metrics.append(("findings", *(run.findings_count for run in runs)))
 
     counts = [dict(run.counts) for run in runs]
-    of_counts: list[Row] = []
+    of_counts: list[TextRow] = []
     for name in max(counts, key=len):  # a run without a loss scale has one less
         of_counts.append((name, *(each.get(name, "none") for each in counts)))
 
@@ -78,7 +78,8 @@ def _differs(metric: str, runs: Sequence[RunSummary]) -> bool:
 def main_metrics(runs: Sequence[RunSummary]) -> list[str]:
     """Returns at most two metrics to draw: the first that is no loss, and a loss.
 
-    Those of the validation are preferred, and a loss of the model to that of one output.
+    Metrics of the validation are preferred, and a loss of the model is preferred to that of one
+    output.
     """
     names = _names_of_metrics(runs)
     names.sort(key=lambda name: (not name.startswith(VALIDATION), name not in ("loss", "val_loss")))

@@ -13,8 +13,8 @@ from kmp.report.run_summary import RunSummary
 from kmp.report.texts import (
     MAX_ROWS,
     UNKNOWN,
-    Row,
     Table,
+    TextRow,
     number,
     scale,
     share,
@@ -48,7 +48,7 @@ def layer_errors(run: RunSummary) -> Table:
     worst = heapq.nlargest(
         _MOST_ERRORS, replay.layer_errors, key=lambda each: (each.new_error or 0.0, each.error)
     )
-    of_gradients: dict[str, Row] = {}  # by layer: of an RNN, the largest of its cells
+    of_gradients: dict[str, TextRow] = {}  # by layer: of an RNN, the largest of its cells
     for gradient in sorted(replay.gradient_errors, key=lambda each: each.error):
         layer = run.observed.model.created_layer(gradient.layer)
         of_gradients[layer] = number(gradient.error), number(gradient.noise)
@@ -125,7 +125,7 @@ def _by_layer(sample: GradientSample, layers: Collection[str]) -> GradientSample
     return sample.without(name for name in sample if layer_of(name) not in layers).by_layer()
 
 
-def _updates_by_layer(sample: GradientSample, layers: Collection[str]) -> dict[str, Row]:
+def _updates_by_layer(sample: GradientSample, layers: Collection[str]) -> dict[str, TextRow]:
     """Returns the norm of the updates relative to the weights, and the share that is lost."""
     of_layers = _by_layer(sample, layers)
     rows = zip(
@@ -192,7 +192,7 @@ def _by_variable(columns: Mapping[str, Mapping[str, int]], note: str) -> Table:
 def other_scales(run: RunSummary) -> Table:
     """Returns what float16 would lose of the sampled gradients at constant loss scales.
 
-    An empty table for a run in another format.
+    The table is empty for a run in another format.
     """
     if run.observed.format is not FLOAT16:
         return Table()

@@ -22,7 +22,7 @@ _RUNS_PER_TABLE = 3  # columns that fit into 80 characters
 def summary(runs: Mapping[str, Run]) -> RenderableType:
     """Returns a summary to print with `rich`: verdict, findings and counts.
 
-    Of several runs, it is a comparison.
+    The summary of several runs is a comparison.
 
     Args:
         runs: Runs by name, at least one.
@@ -45,7 +45,7 @@ def summary(runs: Mapping[str, Run]) -> RenderableType:
 
 
 def summary_of(found: Sequence[RunSummary]) -> RenderableType:
-    """Returns the same as `summary`, of what is summarized already."""
+    """Returns the same as `summary`, of runs that are summarized already."""
     return Group(*(_comparison(found) if len(found) > 1 else _single_run(found[0])))
 
 

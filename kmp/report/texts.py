@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from kmp.utils.float_formats import as_power
 
-Row = tuple[str, ...]
+TextRow = tuple[str, ...]
 
 UNKNOWN = "unknown"
 MAX_ROWS = 40
@@ -27,7 +27,7 @@ class Table:
     """
 
     columns: tuple[str, ...] = ()
-    rows: tuple[Row, ...] = ()
+    rows: tuple[TextRow, ...] = ()
     note: str = ""
     marked: int | None = None
     intro: str = ""
