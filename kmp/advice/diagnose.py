@@ -34,7 +34,8 @@ def advise(run: Run) -> Advice:
 def advice_of(run: Observations) -> Advice:
     """Returns the findings and the verdict for what was observed of a run."""
     causes = sorted(causes_of(run), key=lambda cause: SEVERITIES.index(cause.severity))
-    return Advice(list(map(finding_of, causes)), verdict(run, causes))
+    judged = verdict(run, causes)
+    return Advice(list(map(finding_of, causes)), judged.text, judged.is_known)
 
 
 def finding_of(cause: Cause) -> Finding:

@@ -20,8 +20,8 @@ class Finding:
         title: The problem, as a sentence.
         evidence: The records that show it, with numbers.
         edits: What to change in the program, all of it.
-        tried: What a replay with this change showed; `"no"` without one, with the reason if there
-            is one. Empty if there is no change.
+        tried: What a replay with this change showed; `"not in a replay"`, with the reason if
+            there is one, without such a replay. Empty if there is no change.
         note: What else to know about the change, or an alternative.
         location: The path of the layer or variable, the part of the batch, `"the loss function"`
             or the argument that it is about; empty if it is about all of the model.
@@ -72,6 +72,7 @@ class Advice(Sequence[Finding]):
     Args:
         findings: The findings.
         verdict: The effect of the number format on this run, in a few sentences.
+        is_known: Whether the records suffice to know that effect.
 
     Example:
     >>> print(Advice([], "float16 does not hurt this run."))
@@ -80,6 +81,7 @@ class Advice(Sequence[Finding]):
 
     findings: Sequence[Finding]
     verdict: str
+    is_known: bool = True
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "findings", tuple(self.findings))

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 from kmp.diagnosis.branches import Gap
+from kmp.diagnosis.edits import NOT_TRIED
 from kmp.diagnosis.model_names import name_of
 from kmp.diagnosis.observations import Observations
 from kmp.records import Replay
@@ -45,4 +46,4 @@ def tried_for_branch(search: LayerSearch, replay: Replay, run: Observations) -> 
     numbers = f" ({numbers})" if numbers else ""
     if search.is_found:
         return f"with these layers in float32 {what}{numbers}"
-    return f"no; a search found no small set of layers with which {what}{numbers}"
+    return f"{NOT_TRIED}; a search found no small set of layers with which {what}{numbers}"

@@ -4,7 +4,14 @@ import math
 from collections.abc import Iterable
 
 from kmp.diagnosis import soundness, thresholds
-from kmp.diagnosis.edits import Change, ComputeInFloat32, Edits, PrepareData, SetArguments
+from kmp.diagnosis.edits import (
+    NOT_TRIED,
+    Change,
+    ComputeInFloat32,
+    Edits,
+    PrepareData,
+    SetArguments,
+)
 from kmp.diagnosis.model_names import name_of
 from kmp.diagnosis.observations import Observations
 from kmp.records import Replay
@@ -47,7 +54,8 @@ def replayed(run: Observations, replay: Replay, result: str) -> Change:
     if needs_scale and usable > replay.loss_scale:  # a smaller one is for the causes of overflows
         edits = (larger_scale(run, math.log2(usable)),)
         return Change(edits, f"at this loss scale {result}")
-    return Change((IN_FLOAT32,), f"no; a search found no small set of layers with which {result}")
+    found_none = f"a search found no small set of layers with which {result}"
+    return Change((IN_FLOAT32,), f"{NOT_TRIED}; {found_none}")
 
 
 def normalized(array: str) -> PrepareData:

@@ -76,18 +76,21 @@ Edit = SetArguments | ComputeInFloat32 | PrepareData
 Edits = tuple[Edit, ...]
 
 
+NOT_TRIED = "not in a replay"
+
+
 @dataclass(frozen=True)
 class Change:
     """What to change in a program, and whether a batch was replayed with it.
 
     Args:
         edits: The edits, all of them.
-        tried: What a replay with them showed; `"no"`, with a reason if there is one, without such
-            a replay.
+        tried: What a replay with them showed; `NOT_TRIED` without such a replay, with a reason if
+            there is one.
     """
 
     edits: Edits = ()
-    tried: str = "no"
+    tried: str = NOT_TRIED
 
 
 NO_CHANGE = Change()

@@ -1,6 +1,7 @@
 """The verdict of a diagnosis, its last rung: what the number format of a run does to it."""
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from kmp.diagnosis import soundness, thresholds
 from kmp.diagnosis.cause import INFO, Cause
@@ -12,8 +13,20 @@ from kmp.utils.float_formats import FLOAT16, FLOAT32, as_power
 _MOST_LINES = 5
 
 
-def verdict(run: Observations, causes: Sequence[Cause]) -> str:
-    """Returns the effect of the format on a run, in a few sentences.
+class Verdict(NamedTuple):
+    """The effect of the number format on a run.
+
+    Attributes:
+        text: The effect, in a few sentences.
+        is_known: Whether the records suffice to know it.
+    """
+
+    text: str
+    is_known: bool = True
+
+
+def verdict(run: Observations, causes: Sequence[Cause]) -> Verdict:
+    """Returns the effect of the format on a run.
 
     That is its first problem; or that it does no harm, with the evidence; or that this is not
     known, with what is missing.
@@ -23,18 +36,20 @@ def verdict(run: Observations, causes: Sequence[Cause]) -> str:
         causes: Its causes, the gravest first.
     """
     if not run.last_step:
-        return "The run is empty: nothing was recorded."
+        return Verdict("The run is empty: nothing was recorded.", is_known=False)
     if causes and causes[0].severity != INFO:
-        return causes[0].title
+        return Verdict(causes[0].title)
     if run.format is FLOAT32:
         return _of_float32(run, has_causes=bool(causes))
     not_known = f"It is not known whether {run.format.name} hurts this run."
     if not run.gradients.finite:
-        return f"{not_known} Measured: {skipped(run)}. {_unsampled(run)}"
+        text = f"{not_known} Measured: {skipped(run)}. {_unsampled(run)}"
+        return Verdict(text, is_known=False)
     # No headline reassures beside something that was not measured.
     unknown = list(unknowns(run))
     if unknown:
-        return " ".join([not_known, f"Measured: {_measured(run)}", *unknown]) + _promoted(run)
+        text = " ".join([not_known, f"Measured: {_measured(run)}", *unknown])
+        return Verdict(text + _promoted(run), is_known=False)
     harmless = f"{run.format.name} does not hurt this run"
     if run.repair:
         layers = run.model.describe_repaired(run.repair.fallback or [])
@@ -44,15 +59,16 @@ def verdict(run: Observations, causes: Sequence[Cause]) -> str:
     is_measured = gradients.curve is not None and gradients.curve.is_measured
     if is_measured and gradients.underflow_share > thresholds.NEGLIGIBLE:
         norm = f" (at most {gradients.lost_norm:.1g} of the norm)"
-    return f"{harmless}: {_measured(run, norm)}{_promoted(run)}"
+    return Verdict(f"{harmless}: {_measured(run, norm)}{_promoted(run)}")
 
 
-def _of_float32(run: Observations, *, has_causes: bool) -> str:
+def _of_float32(run: Observations, *, has_causes: bool) -> Verdict:
     """Returns what was seen of a run that loses nothing to its format."""
     samples = run.gradients.finite
     if not samples:
         not_known = "It is not known whether anything is wrong with this float32 run."
-        return f"{not_known} Measured: {skipped(run)}. {_unsampled(run)}"
+        text = f"{not_known} Measured: {skipped(run)}. {_unsampled(run)}"
+        return Verdict(text, is_known=False)
     norms = [sample.total_norm for sample in samples]
     low, high = f"{min(norms):.3g}", f"{max(norms):.3g}"
     norm = low if low == high else f"{low} to {high}"
@@ -60,7 +76,7 @@ def _of_float32(run: Observations, *, has_causes: bool) -> str:
     if not run.updates.are_unmeasured:
         updates = f", and no update seen was larger than {run.updates.ratio:.2g} times the weights"
     nothing = "Nothing else" if has_causes else "Nothing"
-    return (
+    return Verdict(
         f"{nothing} is wrong with this float32 run that kmp can see: {skipped(run)}, the norm of"
         f" the gradients was {norm} in {counted(len(samples), 'sample')}{updates}."
     )

@@ -48,7 +48,7 @@ class RunSummary:
             return self.advice.problems[0].severity
         if self.observed.repair:
             return REPAIRED
-        return NO_PROBLEM if self._is_known else UNKNOWN
+        return NO_PROBLEM if self.advice.is_known else UNKNOWN
 
     @property
     def findings_count(self) -> str:
@@ -59,15 +59,7 @@ class RunSummary:
             parts.append(f"{count} {severity}{plural}")
         if parts:
             return ", ".join(parts)
-        return "none" if self._is_known else UNKNOWN
-
-    @property
-    def _is_known(self) -> bool:
-        """Whether the run can be diagnosed: it has a finding, or samples of finite gradients."""
-        observed = self.observed
-        return (
-            bool(self.advice or observed.gradients.finite) or observed.gradients.curve is not None
-        )
+        return "none" if self.advice.is_known else UNKNOWN
 
     @property
     def subtitle(self) -> str:

@@ -116,7 +116,7 @@ def test_batch_that_only_bfloat16_bears_is_advised_in_bfloat16(is_sound, policy)
     search = LayerSearch(is_found=False, is_sound_in_bfloat16=is_sound)
     cause = problem(with_failed(failed(ROOT, search=search)))
     assert edits_of(cause) == [f"kmp.enable(policy='{policy}')"]
-    assert cause.change.tried.startswith("no") == (not is_sound)
+    assert cause.change.tried.startswith("not in a replay") == (not is_sound)
 
 
 def hidden(*found):
@@ -295,5 +295,5 @@ def test_overflow_that_no_few_layers_cure_is_cured_by_float32_for_all(loss):
         run = training(stuck(2.0**-14, replay=replay, origin=origin))
     cause = problem(run)
     assert edits_of(cause) == ["kmp.enable(policy='float32')"]
-    assert cause.change.tried.startswith("no; ")
+    assert cause.change.tried.startswith("not in a replay; ")
     assert cause.is_cured_by_float32

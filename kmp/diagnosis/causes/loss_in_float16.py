@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from kmp.diagnosis import changes, soundness
 from kmp.diagnosis.cause import Cause
-from kmp.diagnosis.edits import Change
+from kmp.diagnosis.edits import NOT_TRIED, Change
 from kmp.diagnosis.observations import Observations
 from kmp.diagnosis.wording import failed_steps, first_few
 from kmp.records.replay import LOSS_FUNCTION
@@ -36,7 +36,7 @@ class LossInFloat16(Cause):
             location=LOSS_FUNCTION,
             change=Change(
                 changes.in_float32(run, run.settings.output_layers),
-                "no, as no replay has this loss",
+                f"{NOT_TRIED}, as none has this loss",
             ),
             operations=operations,
         )
