@@ -21,7 +21,11 @@ from kmp.records import Header, Record, Run
 def test_advice_is_printed_with_evidence_and_the_line_to_change_and_can_be_copied():
     advice = kmp.advise(training(Record(step=50, last_loss=7e4, highest_loss=7e4)))
     (finding,) = advice
-    assert (finding.cause, finding.severity, finding.tried) == ("exploding", ERROR, "not in a replay")
+    assert (finding.cause, finding.severity, finding.tried) == (
+        "exploding",
+        ERROR,
+        "not in a replay",
+    )
     assert advice.problems == (finding,)
     assert str(advice).splitlines() == [
         advice.verdict,

@@ -32,7 +32,7 @@ def verdict_of(*records, **settings):
     run = Observations(run_of(*records, **FLOAT16 | settings))
     causes = list(causes_of(run))
     assert all(cause.severity == INFO for cause in causes), causes
-    return verdict(run, causes)
+    return verdict(run, causes).text
 
 
 def not_known(*records, **settings):
@@ -55,10 +55,10 @@ def zero_kernel(zeros=100):
 
 
 def test_empty_run_and_a_run_with_a_problem_have_a_verdict_without_reassurance():
-    assert verdict(Observations(Run()), []) == "The run is empty: nothing was recorded."
+    assert verdict(Observations(Run()), []).text == "The run is empty: nothing was recorded."
     run = Observations(training(Record(step=60, last_loss=3e4, highest_loss=7e4)))
     (cause,) = causes_of(run)
-    assert verdict(run, [cause]) == cause.title
+    assert verdict(run, [cause]).text == cause.title
 
 
 def test_verdict_is_good_if_everything_is_excluded():

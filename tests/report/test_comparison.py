@@ -68,7 +68,7 @@ def test_metrics_come_first_and_the_one_that_differs_is_marked(good_and_bad):
         ("val_accuracy", "0.9", "0.3"),
         ("loss", "0.6", "0.6"),
         ("steps", "1.2", "1.2"),
-        ("findings", "none", "none"),
+        ("findings", "unknown", "unknown"),
     )
     assert metrics.marked == 1
     assert metrics.note == "The first metric that differs by more than 10 %: val_accuracy."

@@ -144,8 +144,9 @@ def test_empty_table_has_the_reason(table, run, reason):
 @pytest.mark.parametrize(
     ("run", "status", "findings"),
     [
-        (underflowing_run(), "error", "1 error"),
-        (healthy_run(), "no problem", "none"),
+        (healthy_run(lowest=-40), "error", "1 error"),
+        (run_in("float32"), "no problem", "none"),
+        (healthy_run(), "unknown", "unknown"),  # nothing was compared with float32
         (Run([Record(step=9)]), "unknown", "unknown"),
         (
             healthy_run(growth_interval=20, rule="DynamicScale", skipped=30),
