@@ -503,10 +503,10 @@ def of_scale_too_large() -> Examples:
 
 
 def of_scale_too_small() -> Examples:
-    subnormal = {"net/b/kernel": gradient(-20), "net/a/kernel": gradient(0)}
+    subnormal = {"net/b/kernel": gradient(-20, 150), "net/a/kernel": gradient(0)}
     flushed = {"net/a/kernel": ALL_ZERO}
     replay = make_replay(flushed={"net/a/kernel": 1.0}, usable_scale=2.0**45)
-    agreeing = three({"net/kernel": gradient(-20, 40, counts=[40, *[0] * 19, 60], amax=1.0)})
+    agreeing = three({"net/kernel": gradient(-20, counts=[60, *[0] * 19, 40], amax=1.0)})
     agreeing[0].replay = agreeing[2].replay = compared(gradient_errors=[wrong("net", 0.05)])
     wide = {"net/kernel": gradient(14), "net/small/kernel": gradient(-18, 300)}
     return {

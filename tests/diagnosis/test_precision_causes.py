@@ -134,9 +134,9 @@ def lost_weight(zero=0.0, infinite=0.0):
     [
         ({"operations": [SQUARE]}, True),
         ({"operations": [replace(SQUARE, layer="net/normal")]}, False),
-        (lost_weight(zero=0.11), True),
-        (lost_weight(zero=0.1), False),
-        (lost_weight(infinite=0.11), True),
+        (lost_weight(zero=0.06), True),
+        (lost_weight(zero=0.05), False),
+        (lost_weight(infinite=0.06), True),
         ({"layer_errors": [LayerError("net/norm", 1.1, 1.0, 0.51)]}, True),
         ({"layer_errors": [LayerError("net/norm", 1.1, 1.0, 0.5)]}, False),
         ({"underflows": {"net/norm": 0.51}}, True),
