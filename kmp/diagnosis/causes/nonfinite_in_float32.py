@@ -68,7 +68,8 @@ class NonfiniteInFloat32(Cause):
     @property
     def note(self) -> str:
         cast = cast_by_hand(self.operation)
-        look = "look at that operation, and at what the batch contains"
+        operation = "that operation, and at " if self.operation else ""
+        look = f"look at {operation}what the batch contains"
         if self.run.format is FLOAT32:
             return look
         return note_of_cast(cast, self.run) if cast else f"not a matter of precision: {look}"
