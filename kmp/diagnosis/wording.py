@@ -62,8 +62,6 @@ def failed_steps(run: Observations) -> str:
     if run.skipped.nonfinite_losses:
         scaling = " before scaling" if run.records.has_loss_scale else ""
         return f"in {of_steps(run, run.skipped.nonfinite_losses)} the loss was NaN or Inf{scaling}"
-    if run.records.last("overflow_count") == 0:
-        return "no step was skipped"
     return skipped_with_finite_loss(run)
 
 

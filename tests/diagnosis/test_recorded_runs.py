@@ -20,7 +20,7 @@ from kmp.records import Record, load_run
 from kmp.records.jsonl import to_line
 
 # These lose time or a little accuracy; the others break the training.
-WARNED = ("fault_scale_growth_of_wrap", "fault_targets_binary")
+WARNED = ("fault_float32_dead", "fault_scale_growth_of_wrap", "fault_targets_binary")
 
 
 def layers_of_cure(run):
