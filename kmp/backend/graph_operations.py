@@ -110,9 +110,8 @@ def cost_of(kernels: int, tensors: Iterable[tf.Tensor]) -> Cost:
 
 def size_of(tensor: tf.Tensor) -> int:
     """Returns the bytes of a tensor; 0 if they are not known, and for handles."""
-    return (
-        0 if tensor.dtype in (tf.resource, tf.variant) else elements_of(tensor) * tensor.dtype.size
-    )
+    is_handle = tensor.dtype in (tf.resource, tf.variant)
+    return 0 if is_handle else elements_of(tensor) * tensor.dtype.size
 
 
 def elements_of(tensor: tf.Tensor) -> int:
