@@ -83,13 +83,15 @@ def rewritten(
     result = type(graph_def)()
     result.CopyFrom(graph_def)
     target = tf.as_dtype(dtype).as_datatype_enum
-    chosen = {
-        node.name
-        for node in result.node
-        if (only is None or node.name in only)
-        and (not node.op.startswith(KEEPING_FORMAT) or not variables.isdisjoint(node.input))
-    }
-    chosen |= variables
+
+    # What is rewritten.
+    chosen = set(variables)
+    for node in result.node:
+        is_wanted = only is None or node.name in only
+        keeps_format = node.op.startswith(KEEPING_FORMAT) and variables.isdisjoint(node.input)
+        if is_wanted and not keeps_format:
+            chosen.add(node.name)
+
     functions = {each.signature.name: each for each in result.library.function}
     suffix = f"_in_{dtype}"
     added = _Casts()
@@ -97,35 +99,29 @@ def rewritten(
     for node in result.node:
         is_rewritten = node.name in chosen
         for position, source in enumerate(node.input):
-            name, index = _tensor(source)
-            if source.startswith("^") or (name in chosen) == is_rewritten:
+            name, _, index = source.lstrip("^").partition(":")
+            is_cast = (name in chosen) != is_rewritten and not name.startswith(_SEED)
+            if source.startswith("^") or not is_cast:
                 continue
-            if name.startswith(_SEED):
+            own = graph.get_operation_by_name(name).outputs[int(index or 0)].dtype
+            number = own.as_datatype_enum
+            if own.name not in DTYPES_16_BIT or number == target:
                 continue
-            own = graph.get_operation_by_name(name).outputs[index].dtype
-            if own.name not in DTYPES_16_BIT or own.as_datatype_enum == target:
-                continue
-            if node.op == "Cast" and not is_rewritten:
+            if is_rewritten:
+                uncast, before = source, number
+                if name in casts:
+                    uncast, before = nodes[name].input[0], nodes[name].attr["SrcT"].type
+                node.input[position] = added.cast(uncast, before, target)
+            elif node.op == "Cast":
                 # What takes the value in another dtype takes it from that which it has now.
                 node.attr["SrcT"].type = target
-                continue
-            before, after = own.as_datatype_enum, target
-            if not is_rewritten:
-                before, after = after, before
-            uncast = source
-            if is_rewritten and name in casts:
-                uncast, before = nodes[name].input[0], nodes[name].attr["SrcT"].type
-            node.input[position] = added.cast(uncast, before, after)
+            else:
+                node.input[position] = added.cast(source, target, number)
         if is_rewritten:
             _rewrite_attributes(node, target, suffix, functions, constants.get(node.name))
     result.node.extend(added.nodes)
     _add_functions(result, functions, target, suffix)
     return result
-
-
-def _tensor(source: str) -> tuple[str, int]:
-    name, _, index = source.lstrip("^").partition(":")
-    return name, int(index or 0)
 
 
 class _Casts:
@@ -218,12 +214,6 @@ def _cast_kept(function: Any, target: int) -> set[str]:
     return {*kept, *(node.name for node in added.nodes)}
 
 
-def _all_nodes(definition: Any) -> Iterator[Any]:
-    yield from definition.node
-    for function in definition.library.function:
-        yield from function.node_def
-
-
 def with_operations(graph_def: Any, names: Collection[str]) -> Any:
     """Returns a graph with these operations only, which wait for no others."""
     result = type(graph_def)(versions=graph_def.versions, library=graph_def.library)
@@ -237,19 +227,19 @@ def with_operations(graph_def: Any, names: Collection[str]) -> Any:
 def with_fixed_numbers(graph_def: Any) -> Any:
     """Returns a graph whose random operations draw the same numbers each time it runs.
 
-    Those that get a seed are as they are.
+    Operations that get a seed stay as they are.
 
     Raises:
         NotRewritable: If an operation cannot be given a seed.
     """
     result = type(graph_def)()
     result.CopyFrom(graph_def)
-    for node in _all_nodes(result):
-        if node.op in _OTHER_RANDOM:
-            raise NotRewritable(f"{node.op} {node.name!r} draws other numbers each time")
-    _fix_numbers(result.node, "")
-    for function in result.library.function:
-        _fix_numbers(function.node_def, ":output:0")
+    inside = [(function.node_def, ":output:0") for function in result.library.function]
+    for nodes, output in [(result.node, ""), *inside]:
+        for node in nodes:
+            if node.op in _OTHER_RANDOM:
+                raise NotRewritable(f"{node.op} {node.name!r} draws other numbers each time")
+        _fix_numbers(nodes, output)
     return result
 
 

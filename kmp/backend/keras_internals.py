@@ -65,7 +65,7 @@ def direct_sublayers(layer: keras.Layer) -> Iterable[keras.Layer]:
 def _children(layer: keras.Layer) -> list[keras.Layer]:
     """Returns the layers in the attributes of a layer, and in the lists and dictionaries there."""
     values = [getattr(layer, "layers", []), *vars(layer).values()]
-    if isinstance(layer, keras.Sequential):  # not the functional model that Keras makes of it
+    if isinstance(layer, keras.Sequential):  # without the functional model that Keras makes of it
         values = [layer.layers]
     found = [value for value in keras.tree.flatten(values) if isinstance(value, keras.Layer)]
     return list({id(child): child for child in found if child is not layer}.values())
@@ -170,7 +170,7 @@ def in_float32(values: Any) -> Any:
 
 def _is_16_bit(value: Any) -> bool:
     dtype = getattr(value, "dtype", None)
-    # Not with `standardize_dtype`, which raises an error for arrays of strings and objects.
+    # `standardize_dtype` would raise an error for arrays of strings and objects.
     return getattr(dtype, "name", dtype) in DTYPES_16_BIT
 
 
@@ -254,12 +254,9 @@ def optimizer_state(optimizer: keras.optimizers.Optimizer) -> list[keras.Variabl
     optimizer of a `LossScaleOptimizer` without tracking, so variables in plain attributes are
     missing: Nadam's momentum product and Adafactor's placeholders.
     """
-    is_tracking_list = re.compile(
-        "_variables|_trainable_variables|_self_.*"
-    ).fullmatch  # of Keras and TensorFlow
-    attributes = {
-        name: value for name, value in vars(optimizer).items() if not is_tracking_list(name)
-    }
+    # The attributes in which Keras and TensorFlow track variables are left out.
+    is_tracking = re.compile("_variables|_trainable_variables|_self_.*").fullmatch
+    attributes = {name: value for name, value in vars(optimizer).items() if not is_tracking(name)}
     trained_ids = set(map(id, variables_to_train(optimizer)))
     variables = {
         id(variable): variable for variable in (*_variables_in(attributes), *optimizer.variables)
@@ -328,7 +325,7 @@ def around_steps(
 ) -> Iterator[None]:
     """Has a train function that is made in this context call each step in a context of its own.
 
-    Outside of what XLA compiles, in each turn of the loop of `steps_per_execution`.
+    It is outside of what XLA compiles, in each turn of the loop of `steps_per_execution`.
 
     Args:
         model: The model.

@@ -161,7 +161,7 @@ def _promoted_call(
     """Calls a function that has raised once more, with 16-bit tensors cast to float32.
 
     Returns `NotImplemented` if there is nothing to promote. Raises what the function then raises,
-    such as that shapes differ; the first error if an argument may not be promoted.
+    such as that shapes differ, or the first error if an argument may not be promoted.
     """
     try:
         leaves = tf.nest.flatten((args, kwargs), expand_composites=True)
@@ -236,7 +236,7 @@ def stack_inside(stack: Sequence[Any]) -> list[Any]:
 def line_of_user(stack: Sequence[Any]) -> tuple[str, int]:
     """Returns file and line of the innermost frame outside of libraries, installed ones too.
 
-    An empty file if there is none. TensorFlow's stack has the lines of the source for code that
+    The file is empty if there is none. TensorFlow's stack has the lines of the source for code that
     autograph has converted.
     """
     found = ("", 0)

@@ -69,7 +69,7 @@ _EXPONENTS = {
     "Square": 2.0,
     "SquaredDifference": 2.0,
 }
-# They keep a power that all operands have; others make them no power at all.
+# They keep a power that all operands have. With operands of several powers they have none.
 _COMPARED = {
     *("ClipByValue", "Equal", "Greater", "GreaterEqual", "Less", "LessEqual", "Maximum"),
     *("Minimum", "NotEqual"),
@@ -228,10 +228,6 @@ def _is_term(tensor: tf.Tensor) -> bool:
     return bool(tensor.dtype.is_floating or tensor.dtype.is_complex or tensor.dtype == tf.variant)
 
 
-def _choice(operation: tf.Operation, inputs: Any, powers: Sequence[Powers]) -> Dependence:
-    return _sum(operation, inputs[1:], powers[1:])
-
-
 def _product(operation: tf.Operation, inputs: Any, powers: Sequence[Powers]) -> Dependence:
     result: Powers = CONSTANT
     for each in powers:
@@ -272,10 +268,6 @@ def _compared(operation: tf.Operation, inputs: Any, powers: Sequence[Powers]) ->
     return CONSTANT if operation.type in _COMPARISONS else terms
 
 
-def _read(operation: tf.Operation, inputs: Any, powers: Sequence[Powers]) -> Dependence:
-    return powers[0]  # of the handle, which stands for the value
-
-
 def _bounded(powers: Powers) -> Dependence:
     return powers if len(powers) <= _MOST_POWERS else UNKNOWN
 
@@ -283,13 +275,16 @@ def _bounded(powers: Powers) -> Dependence:
 _Rule: TypeAlias = Callable[[tf.Operation, Any, Sequence[Powers]], Dependence]
 _RULES: dict[str, _Rule] = {
     **dict.fromkeys(_LINEAR, _sum),
-    **dict.fromkeys(_CHOICES, _choice),
+    # The first operand is the condition.
+    **dict.fromkeys(
+        _CHOICES, lambda operation, inputs, powers: _sum(operation, inputs[1:], powers[1:])
+    ),
     **dict.fromkeys(_PRODUCTS, _product),
     **dict.fromkeys(_QUOTIENTS, _quotient),
     **dict.fromkeys(_EXPONENTS, _exponent),
     **dict.fromkeys(_COMPARED, _compared),
     "Pow": _power,
-    "ReadVariableOp": _read,
+    "ReadVariableOp": lambda operation, inputs, powers: powers[0],  # of the handle
 }
 
 
@@ -307,7 +302,9 @@ def _is_zero(tensor: tf.Tensor, known: dict[str, bool] | None = None) -> bool:
     if kind in _ZEROS:
         result = True
     elif kind == "Const":
-        result = _is_constant_zero(tensor)
+        is_small = _is_term(tensor) and math.prod(tensor.shape) <= _LARGEST_ZEROS
+        value = tf.get_static_value(tensor) if is_small else None
+        result = value is not None and not value.any()
     elif not numbers:
         result = False
     elif kind in _LINEAR or kind in ("Fill", "Square", "Sqrt"):
@@ -320,13 +317,6 @@ def _is_zero(tensor: tf.Tensor, known: dict[str, bool] | None = None) -> bool:
         result = False
     known[name] = result
     return result
-
-
-def _is_constant_zero(tensor: tf.Tensor) -> bool:
-    if not _is_term(tensor) or math.prod(tensor.shape) > _LARGEST_ZEROS:
-        return False
-    value = tf.get_static_value(tensor)
-    return value is not None and not value.any()
 
 
 def _of_functions(

@@ -42,6 +42,6 @@ def _has_rows(divisor: Any, rank: int) -> bool:
     A number, or a row for all rows of the table, is not enough. The number of rows of the table is
     not known here: a divisor of the same rank that can be broadcast has as many rows, or one.
     """
-    return (
-        tf.is_tensor(divisor) and divisor.shape.rank == rank and divisor.shape[0] not in (None, 1)
-    )
+    if not tf.is_tensor(divisor) or divisor.shape.rank != rank:
+        return False
+    return divisor.shape[0] not in (None, 1)

@@ -92,7 +92,8 @@ class StepGraph:
     def with_gradients(self) -> "StepGraph | None":
         """The step, or a function of it in which its gradients are computed and applied.
 
-        Such as a `train_step` that is a `tf.function`. Else the step, if it calls layers.
+        A `train_step` that is a `tf.function` is such a function. If there are no gradients, it is
+        the step, or `None` if that calls no layers.
         """
         found = (each for each in (self, *self.functions.values()) if each.applied)
         return next(found, self if self.calls else None)
@@ -215,7 +216,7 @@ def _fits(own: Any, other: Any) -> bool:
     return own.dtype == other.dtype and bool(own.shape[1:].is_compatible_with(shape))
 
 
-# That of the step which this thread traces.
+# The recording of the step that this thread traces.
 _current: ContextVar[StepGraph | None] = ContextVar("_current", default=None)
 
 

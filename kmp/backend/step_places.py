@@ -1,7 +1,7 @@
 """Which layers the operations of a training step belong to, in its graph."""
 
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,12 +19,12 @@ class LayerCall:
 
     Attributes:
         layer: The `id` of the layer.
-        path: That of the layer.
-        name: That of the layer.
-        dtype: That in which the layer computes by its policy.
+        path: The path of the layer.
+        name: The name of the layer.
+        dtype: The dtype in which the layer computes by its policy.
         operations: Which operations of the graph the call made.
         returned: What it returned.
-        outputs: The tensors in that.
+        outputs: The tensors in what it returned.
     """
 
     layer: int
@@ -58,37 +58,70 @@ class Places:
     """
 
     def __init__(self, graph: Any, calls: Sequence[LayerCall]) -> None:
-        operations = graph.get_operations()
-        self._operations, self._calls = operations, calls
+        self._operations, self._calls = graph.get_operations(), calls
+        self._index_of = {each.name: index for index, each in enumerate(self._operations)}
         self._chains: dict[LayerCall, list[LayerCall]] = {}
-        self.owners: list[LayerCall | None] = [None] * len(operations)
+        self.owners: list[LayerCall | None] = [None] * len(self._operations)
+        self.are_backward = [_TAPE in each.name for each in self._operations]
+        self.origins: dict[str, str] = {}
+        self.gradients: dict[LayerCall, dict[str, tf.Tensor]] = {}
+        self._place_backward(self._place_forward())
+        self.seeds = [each.outputs[0] for each in self._operations if self._is_seed(each)]
+
+    def _place_forward(self) -> dict[str, LayerCall]:
+        """Finds the owners of the operations that calls make, and returns the scopes of calls."""
         scopes: dict[str, LayerCall] = {}
         for call in reversed(self._calls):  # a call returns after those in it
             opened = re.compile(rf"(?:.*/)?{re.escape(call.name)}(?:_\d+)?(?=/)")
-            for index in range(*call.operations.indices(len(operations))):
+            for index in range(*call.operations.indices(len(self._operations))):
                 self.owners[index] = call
-                if found := opened.match(operations[index].name):
+                found = opened.match(self._operations[index].name)
+                if found:
                     scopes[found[0]] = call
-        self.are_backward = [_TAPE in each.name for each in operations]
-        self.origins: dict[str, str] = {}
-        self.gradients: dict[LayerCall, dict[str, tf.Tensor]] = {}
-        index_of = {each.name: index for index, each in enumerate(operations)}
-        for index, operation in enumerate(operations):
-            sources = [index_of[each.op.name] for each in operation.inputs]
+        return scopes
+
+    def _place_backward(self, scopes: Mapping[str, LayerCall]) -> None:
+        """Finds the owners of the operations of a backward pass, and the gradients of calls."""
+        for index, operation in enumerate(self._operations):
+            sources = [self._index_of[each.op.name] for each in operation.inputs]
             backward = [each for each in sources if self.are_backward[each]]
             if self.are_backward[index]:
                 scope = operation.name.rpartition(_TAPE)[2]
                 while scope and scope not in scopes:
-                    if scope in index_of:
+                    if scope in self._index_of:
                         self.origins.setdefault(operation.name, scope)
                     scope = scope.rpartition("/")[0]
                 self.owners[index] = scopes.get(scope, self.owners[index])
             elif self.owners[index] is None and backward:
                 self.are_backward[index] = True
                 self.owners[index] = self._around([self.owners[each] for each in backward])
-            if self.are_backward[index]:
-                self._add_gradients(operation, index, sources)
-        self.seeds = [each.outputs[0] for each in operations if self._is_seed(each, index_of)]
+            if not self.are_backward[index]:
+                continue
+
+            # What enters the backward pass of a call from that of others.
+            entered = self.chain(self.owners[index])
+            for tensor, source in zip(operation.inputs, sources, strict=True):
+                if not (self.are_backward[source] and tensor.dtype.is_floating):
+                    continue
+                left = self.chain(self.owners[source])
+                for call in entered:
+                    if call not in left:
+                        self.gradients.setdefault(call, {})[tensor.name] = tensor
+
+    def _around(self, calls: Sequence[LayerCall | None]) -> LayerCall | None:
+        """Returns the innermost call that contains all of these."""
+        chains = [self.chain(call) for call in calls]
+        common = (each for each in chains[0] if all(each in chain for chain in chains))
+        return next(common, None)
+
+    def _is_seed(self, operation: tf.Operation) -> bool:
+        """Whether an operation makes ones with which a backward pass begins."""
+        if operation.type not in ("Const", "Fill") or not operation.outputs[0].dtype.is_floating:
+            return False
+        value = tf.get_static_value(operation.outputs[0])
+        users = [self._index_of[each.name] for each in operation.outputs[0].consumers()]
+        is_first = bool(users) and all(self.are_backward[each] for each in users)
+        return is_first and value is not None and bool(np.all(value == 1))
 
     def chain(self, call: LayerCall | None) -> list[LayerCall]:
         """Returns a call and those that contain it, the innermost first."""
@@ -110,12 +143,12 @@ class Places:
     def following_casts(self) -> set[str]:
         """The names of casts to the dtype of another operand.
 
-        That of the gradient of a cast, and such as that of targets to the dtype of outputs.
+        They are the gradients of casts, and casts outside of layers, such as that of targets to the
+        dtype of outputs.
         """
-        known = zip(self._operations, self.owners, self.are_backward, strict=True)
         return {
             operation.name
-            for operation, owner, is_backward in known
+            for operation, owner, is_backward in self._placed()
             if operation.type == "Cast" and (is_backward or owner is None)
         }
 
@@ -124,30 +157,33 @@ class Places:
     ) -> set[str]:
         """Returns the names of the operations that another dtype of these layers changes.
 
-        Those of their calls, and operations outside of layers that get what these return, or
-        compute what is computed with it; a layer that gets it casts it. With the backward passes of
-        all of them.
+        These are the operations of their calls, with their backward passes. Outside of layers, what
+        gets their values follows their dtype, and so does what is computed for such operations
+        only. A layer that gets their values casts them.
 
         Args:
             calls: The calls of the layers.
             variables: The names of the placeholders of variables that have the other dtype too.
         """
         wanted = [call.operations for call in calls]
-        known = list(zip(self._operations, self.owners, self.are_backward, strict=True))
-        own = {
+        of_calls = {
             operation.name
-            for operation, owner, _ in known
+            for operation, owner, _ in self._placed()
             if owner and any(_contains(each, owner.operations) for each in wanted)
         }
-        forward = [(each, owner) for each, owner, is_backward in known if not is_backward]
-        chosen = self._forward_with(own, variables, forward)
-        for operation, owner, is_backward in known:
-            is_chosen = operation.name in own or self.origins.get(operation.name) in chosen
+        chosen = self._forward_with(of_calls, variables)
+
+        # Their backward passes, and what computes with these outside of layers.
+        for operation, owner, is_backward in self._placed():
+            if not is_backward:
+                continue
+            is_chosen = operation.name in of_calls or self.origins.get(operation.name) in chosen
             if not is_chosen and owner is None and any(map(_is_in_16_bits, operation.outputs)):
                 is_chosen = any(each.op.name in chosen for each in operation.inputs)
-            if is_backward and is_chosen:
+            if is_chosen:
                 chosen.add(operation.name)
-        # Sums of gradients of which all is one for an operation in the other dtype.
+
+        # Sums of gradients that only operations in the other dtype get.
         for operation in reversed(self._operations):
             if operation.type == "AddN":
                 users = {each.name for each in operation.outputs[0].consumers()}
@@ -155,39 +191,52 @@ class Places:
                     chosen.add(operation.name)
         return chosen
 
-    def _forward_with(
-        self,
-        own: Collection[str],
-        variables: Collection[str],
-        forward: Sequence[tuple[tf.Operation, LayerCall | None]],
-    ) -> set[str]:
+    def _forward_with(self, of_calls: Collection[str], variables: Collection[str]) -> set[str]:
         """Returns the names of the operations of the forward pass among `operations_with`."""
+        forward = [(each, owner) for each, owner, is_backward in self._placed() if not is_backward]
         owner_of: dict[str, LayerCall | None] = {}
-
-        def follows(operation: tf.Operation, owner: LayerCall | None) -> bool:
-            """Whether it computes in the dtype of an operand that has another one."""
-            if operation.type == "Cast" or not any(map(_is_in_16_bits, operation.outputs)):
-                return False
-            # An operation of a functional graph casts nothing, and has no dtype.
-            entered = {call for call in self.chain(owner) if call.dtype}
-            sources = [each.op.name for each in operation.inputs if _is_in_16_bits(each)]
-            return any(
-                source in owner_of and entered <= set(self.chain(owner_of[source]))
-                for source in sources
-            )
-
         for operation, owner in forward:
             reads = any(each.op.name in variables for each in operation.inputs)
-            if operation.name in own or reads or follows(operation, owner):
+            if operation.name in of_calls or reads or self._follows(operation, owner, owner_of):
                 owner_of[operation.name] = owner
+
+        # What is computed outside of layers for these only.
         chosen, names = set(owner_of), {operation.name for operation, _ in forward}
         for operation, owner in reversed(forward):
-            if owner is None and any(map(_is_in_16_bits, operation.outputs)):
+            is_outside = owner is None and operation.type != "Cast"
+            if is_outside and any(map(_is_in_16_bits, operation.outputs)):
                 users = {each.name for output in operation.outputs for each in output.consumers()}
                 users &= names
-                if operation.type != "Cast" and users and users <= chosen:
+                if users and users <= chosen:
                     chosen.add(operation.name)
         return chosen
+
+    def _follows(
+        self,
+        operation: tf.Operation,
+        owner: LayerCall | None,
+        owner_of: Mapping[str, LayerCall | None],
+    ) -> bool:
+        """Whether an operation computes in the dtype of an operand that has another one.
+
+        Args:
+            operation: The operation.
+            owner: The call that it belongs to.
+            owner_of: Those of the operations that are in another dtype, by name.
+        """
+        if operation.type == "Cast" or not any(map(_is_in_16_bits, operation.outputs)):
+            return False
+        # An operation of a functional graph casts nothing, and has no dtype.
+        entered = {call for call in self.chain(owner) if call.dtype}
+        sources = [each.op.name for each in operation.inputs if _is_in_16_bits(each)]
+        return any(
+            source in owner_of and entered <= set(self.chain(owner_of[source]))
+            for source in sources
+        )
+
+    def _placed(self) -> Iterator[tuple[tf.Operation, LayerCall | None, bool]]:
+        """Yields each operation with its owner, and whether it is of a backward pass."""
+        yield from zip(self._operations, self.owners, self.are_backward, strict=True)
 
     @property
     def in_backward_order(self) -> list[LayerCall]:
@@ -197,31 +246,6 @@ class Places:
     def gradients_of(self, call: LayerCall) -> list[tf.Tensor]:
         """Returns the gradients of the outputs of a call; none if it only passes them on."""
         return list(self.gradients.get(call, {}).values())
-
-    def _is_seed(self, operation: tf.Operation, index_of: Mapping[str, int]) -> bool:
-        if operation.type not in ("Const", "Fill") or not operation.outputs[0].dtype.is_floating:
-            return False
-        value = tf.get_static_value(operation.outputs[0])
-        users = [index_of[each.name] for each in operation.outputs[0].consumers()]
-        is_first = bool(users) and all(self.are_backward[each] for each in users)
-        return is_first and value is not None and bool(np.all(value == 1))
-
-    def _around(self, calls: Sequence[LayerCall | None]) -> LayerCall | None:
-        """Returns the innermost call that contains all of these."""
-        chains = [self.chain(call) for call in calls]
-        common = (each for each in chains[0] if all(each in chain for chain in chains))
-        return next(common, None)
-
-    def _add_gradients(self, operation: tf.Operation, index: int, sources: Sequence[int]) -> None:
-        """Adds what enters the backward pass of a call from that of others."""
-        entered = self.chain(self.owners[index])
-        for tensor, source in zip(operation.inputs, sources, strict=True):
-            if not (self.are_backward[source] and tensor.dtype.is_floating):
-                continue
-            left = self.chain(self.owners[source])
-            for call in entered:
-                if call not in left:
-                    self.gradients.setdefault(call, {})[tensor.name] = tensor
 
 
 def _is_in_16_bits(tensor: tf.Tensor) -> bool:

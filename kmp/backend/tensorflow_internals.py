@@ -140,7 +140,7 @@ _TRACES_BY_CONTEXT = "tensorflow.core.function.polymorphism.function_cache:Funct
 
 def traces_of(function: Any) -> list[Any]:
     """Returns the concrete functions of a `tf.function`, one for each trace that it has."""
-    # Not with `_list_all_concrete_functions`, which may trace the function.
+    # `_list_all_concrete_functions` may trace the function.
     cache = attribute(function, _TRACES)
     return [] if cache is None else list(cache.values())
 

@@ -2,7 +2,7 @@
 
 Under `MultiWorkerMirroredStrategy`, `fit` of Keras 3.15.1 fails for any model, for two reasons. To
 build the model, it reduces a batch, which is a tuple of tensors, over the workers as if it were one
-tensor. And it averages logs along axis 0, which scalars do not have and vectors must keep. In all
+tensor. It also averages logs along axis 0, which scalars do not have and vectors must keep. In all
 other cases the fixed functions behave like Keras'.
 """
 

@@ -26,8 +26,8 @@ def check_compilable(function: Any, device: str) -> None:
     """Raises an error if XLA cannot convert a concrete function, without compiling or running it.
 
     The conversion finds operations without a kernel, and values and shapes that must be constants.
-    It takes a tenth of the time that the compilation takes. Not checked are functions that capture
-    tensors of a graph.
+    It takes a tenth of the time that the compilation takes. Functions that capture tensors of a
+    graph are not checked.
 
     Args:
         function: The concrete function.
@@ -170,7 +170,7 @@ def outlined(function: Callable[..., Any]) -> Callable[..., Any]:
     """Returns a function that a graph calls as one operation, for a branch that is rarely taken.
 
     TensorFlow visits each operation of a branch in every step, even in a branch that is not taken.
-    Of a function that is called in such a branch, it visits only the call.
+    If the branch calls a function, it visits only the call.
     """
 
     def call(*args: Any) -> Any:
@@ -178,8 +178,8 @@ def outlined(function: Callable[..., Any]) -> Callable[..., Any]:
             return function(*args)
         # The attribute is private: in TensorFlow 2.21, nothing else prevents that Grappler inlines
         # the function.
-        return tf.function(function, autograph=False, experimental_attributes={"_noinline": True})(
-            *args
-        )
+        attributes = {"_noinline": True}
+        called = tf.function(function, autograph=False, experimental_attributes=attributes)
+        return called(*args)
 
     return call

@@ -51,15 +51,15 @@ FEW_EXAMPLES = 8
 HARMFUL_OUTPUT_ERROR_ALONE = 0.25  # where there are no gradients, or no layer adds to it
 HARMFUL_GRADIENT_ERROR = 0.25
 # Times the sampling noise of the gradients, of which rounding adds as much again where it does no
-# more: a regression in bfloat16 that has converged is sound at 1.3 times.
+# more. Measured: a regression in bfloat16 that has converged is sound at 1.3 times.
 BEYOND_NOISE = 2.0
 # Of a layer's gradients: those of another batch differ by more. Such an error makes subnormal ones
 # harmless, and an error of the outputs that the gradients do not notice.
 SMALL_GRADIENT_ERROR = 0.1
 CONVERGED = 1e-3  # of the largest gradients of the layer: smaller ones are nothing but rounding
-# Where those of all layers together have converged. An attention whose inputs are random at first
-# begins with small gradients, and they fell to a thousandth; those of a branch that float16 does
-# not train stay.
+# Where those of all layers together have converged. Measured: those of an attention whose inputs are
+# random at first are small from the beginning, and fell to a thousandth; those of a branch that
+# float16 does not train stay.
 CONVERGED_WITH_ALL = 1e-2
 # Of a state that does not depend on the batch. Derived: a moving average of weights with a decay of
 # 0.9 moves on by 90 %, and what moves on by less is soon where it goes to, rounded or not.

@@ -27,9 +27,8 @@ class ActiveSettings:
 
 active: list[ActiveSettings] = []  # in the order of the calls
 lock = threading.RLock()  # of changes of `active` and of the patches
-rewrite_dtypes: dict[
-    str, bool
-] = {}  # the dtype of the graph rewrite while it is on, with the option's value before
+# The dtype of the graph rewrite while it is on, with the option's value before.
+rewrite_dtypes: dict[str, bool] = {}
 
 
 def current_settings() -> ActiveSettings | None:

@@ -39,7 +39,7 @@ _ROUNDED = (
 def rows_of(layer: keras.Layer) -> float:
     """Returns the number of rows that a look-up layer selects from; 0 for other layers.
 
-    Infinity for layers that take any integer.
+    It is infinite for layers that take any integer.
     """
     if not isinstance(layer, _LOOK_UPS):
         return 0
@@ -109,9 +109,9 @@ def category_encoding_patch(original: None) -> Callable[..., Any]:
 
 
 def _exact_cast(x: Any, cast: Any) -> Any:
-    """Returns Keras' cast of `x`, from the tensor from which `x` was cast, if any.
+    """Returns Keras' cast of `x`, or of the tensor from which `x` was cast, if any.
 
-    In 16 bits, the result remembers that one.
+    A result in 16 bits remembers that tensor.
     """
     if cast is x or not isinstance(cast, tf.Tensor):
         return cast
@@ -126,7 +126,7 @@ def _exact_cast(x: Any, cast: Any) -> Any:
 
 
 def _look_up(layer: keras.Layer, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-    """Calls a look-up layer with the exact indices, or warns if it is not known any more."""
+    """Calls a look-up layer with the exact indices, or warns if they are not known any more."""
     call = functools.partial(type(layer).call, layer)
     # `ReversibleEmbedding` multiplies its inputs by the embeddings.
     is_reverse = kwargs.get("reverse", next(iter(args), False)) is True

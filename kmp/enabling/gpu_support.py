@@ -32,19 +32,16 @@ class Gpu:
     compute_capability: tuple[int, int] | None
 
     def __str__(self) -> str:
-        return (
-            f"{self.name} (compute capability"
-            f" {'.'.join(map(str, self.compute_capability or ('unknown',)))})"
-        )
+        version = ".".join(map(str, self.compute_capability or ("unknown",)))
+        return f"{self.name} (compute capability {version})"
 
     # The lowest compute capability with each feature: CUDA C++ Programming Guide, "Compute
     # Capabilities".
     @property
     def tensor_cores(self) -> bool:
         """Whether float16 matrix products and convolutions run on Tensor Cores."""
-        return (self.compute_capability or (0, 0)) >= (7, 0) and not _NO_TENSOR_CORES.search(
-            self.name
-        )  # Volta
+        is_volta_or_newer = (self.compute_capability or (0, 0)) >= (7, 0)
+        return is_volta_or_newer and not _NO_TENSOR_CORES.search(self.name)
 
     @property
     def bfloat16(self) -> bool:

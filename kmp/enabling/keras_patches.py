@@ -39,7 +39,7 @@ from kmp.utils.context_values import context_value
 from kmp.utils.float_formats import DTYPES_16_BIT, FLOAT16
 
 _policy_at_compile: WeakKeyDictionary[keras.Model, str] = WeakKeyDictionary()
-# Those that kmp has managed when they were compiled, trained or evaluated.
+# The models that kmp managed when they were compiled, trained or evaluated.
 _managed_models: WeakSet[keras.Model] = WeakSet()
 
 
@@ -50,8 +50,8 @@ def _is_managed(model: keras.Layer) -> bool:
     return isinstance(model, keras.Model) and model in _policy_at_compile
 
 
-# The names of the arguments of Keras' `compile`, by position. Not those of `original`, which
-# another library may have wrapped.
+# The names of the arguments of Keras' `compile`, by position. Another library may have wrapped
+# `original`, so that they are not read from that.
 _COMPILE_ARGUMENTS = (
     "optimizer",
     "loss",
@@ -127,7 +127,7 @@ def model_attribute_patch(original: Callable[..., None] | None) -> Callable[...,
     """Patches the attributes of models to wrap optimizers, as those of a GAN, as `compile` does."""
 
     def __setattr__(self: keras.Model, name: str, value: Any) -> None:  # noqa: N807
-        if active and _wraps_assigned.get() and _has_optimizers(value):
+        if active and _wraps_assigned.get():
             value = _with_wrapped_optimizers(self, value)
         if original is not None:
             original(self, name, value)
@@ -135,11 +135,6 @@ def model_attribute_patch(original: Callable[..., None] | None) -> Callable[...,
             super(keras.Model, self).__setattr__(name, value)
 
     return __setattr__
-
-
-def _has_optimizers(value: Any) -> bool:
-    values = keras.tree.flatten(value) if isinstance(value, list | tuple | dict) else [value]
-    return any(isinstance(each, keras.optimizers.Optimizer) for each in values)
 
 
 def _with_wrapped_optimizers(model: keras.Model, value: Any) -> Any:
@@ -150,8 +145,13 @@ def _with_wrapped_optimizers(model: keras.Model, value: Any) -> Any:
             return each
         return _wrapper_in(model, each) or wrap_for_compile(each, _computes_in_float16(model))
 
-    is_structure = isinstance(value, list | tuple | dict)
-    return keras.tree.map_structure(wrapped, value) if is_structure else wrapped(value)
+    if not isinstance(value, list | tuple | dict):
+        return wrapped(value)
+    # A structure without an optimizer stays the object that the user holds.
+    has_any = any(
+        isinstance(each, keras.optimizers.Optimizer) for each in keras.tree.flatten(value)
+    )
+    return keras.tree.map_structure(wrapped, value) if has_any else value
 
 
 def _wrapper_in(
@@ -260,15 +260,15 @@ def make_train_function_patch(original: Callable[..., None]) -> Callable[..., No
             return
         _managed_models.add(self)
         is_new = False
-        # `train_on_batch` calls this in each step: the search for optimizers is for a model that
-        # has no guard.
+        # `train_on_batch` calls this in each step: optimizers are searched only in a model that has
+        # no guard.
         if guarded_step_of(self) is None and optimizers_of(self):
             is_new = guard_train_step(self)
-            exact_indices.keep_all_exact(self)  # of a model that was loaded without `enable`
+            exact_indices.keep_all_exact(self)  # the model may have been loaded without `enable`
         if self.train_function is None or force or is_new:
             computes_in_float16 = _computes_in_float16(self)
             for optimizer in optimizers_of(self).values():
-                # One that was assigned before the model had its layers.
+                # An optimizer may have been assigned before the model had its layers.
                 if optimizer.rule.scales_loss != computes_in_float16:
                     follow_model(optimizer, computes_in_float16)
         previous = self.train_function

@@ -1,7 +1,6 @@
 """Warnings about mistakes that Keras does not report; each message says how to fix the mistake."""
 
 from collections.abc import Iterator
-from typing import Any
 
 import keras
 
@@ -37,19 +36,16 @@ _IN_FLOAT16 = (
 def warn_after_compile(model: keras.Model) -> None:
     """Warns of an output softmax, a sigmoid before a cross-entropy, or a loss, in float16."""
     losses = keras.tree.flatten(model.loss)
-    remedies = dict(_activations_in_float16(model, any(map(_is_cross_entropy, losses))))
+    named = [getattr(loss, "__name__", None) or getattr(loss, "name", loss) for loss in losses]
+    names = [str(name).lower() for name in named]
+    is_cross_entropy = any("crossentropy" in name or name == "bce" for name in names)
+    remedies = dict(_activations_in_float16(model, is_cross_entropy))
     for loss in losses:
         if isinstance(loss, keras.losses.Loss) and loss.dtype == FLOAT16.name:
             remedies[f"the loss {loss.name!r}"] = f"{type(loss).__name__}(..., dtype='float32')"
     if remedies:
-        names, texts = ", ".join(remedies), ", ".join(remedies.values())
-        warn_once(model, _IN_FLOAT16.format(names=names, remedies=texts))
-
-
-def _is_cross_entropy(loss: Any) -> bool:
-    name = getattr(loss, "__name__", None) or getattr(loss, "name", loss)
-    name = str(name).lower()
-    return "crossentropy" in name or name == "bce"
+        activations, texts = ", ".join(remedies), ", ".join(remedies.values())
+        warn_once(model, _IN_FLOAT16.format(names=activations, remedies=texts))
 
 
 def _activations_in_float16(
@@ -58,7 +54,7 @@ def _activations_in_float16(
     """Yields the softmaxes and sigmoids that produce outputs, each with its replacement.
 
     Others may saturate, as in attention and in an LSTM. Without a graph, the last sublayer counts
-    as the output: its sigmoid may be that of a gate.
+    as the output, but its sigmoid may be that of a gate.
     """
     has_graph = bool(keras_internals.graph_tensors(layer, "outputs"))
     policy = keras.DTypePolicy("mixed_float16")

@@ -332,7 +332,7 @@ def _statistics_of(
 ) -> tuple[tf.Tensor, tf.Tensor]:
     """Returns statistics as they are, with the gradients of computing them from the values.
 
-    They are of second derivatives. For first derivatives, nothing is computed here.
+    Only second derivatives need these gradients. For first derivatives, nothing is computed here.
     """
 
     # What a second derivative needs are arguments: the graph of the backward pass has these, and

@@ -34,8 +34,7 @@ def keep_in_float32(layer: keras.Layer) -> None:
     classes = selected_classes()
     if classes is not None and type(layer) not in classes:
         return
-    # Not `layer.compute_dtype`: some classes override it, and need their own `__init__` to have
-    # run.
+    # Some classes override `layer.compute_dtype`, and need their own `__init__` to have run for it.
     dtype = layer.dtype_policy.compute_dtype
     reason = reason_for_float32(layer, dtype) if dtype in DTYPES_16_BIT else None
     if reason is None:

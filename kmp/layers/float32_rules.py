@@ -5,8 +5,8 @@ and `kmp.audit` apply it to a model, and `compile` warns by it. A model that is 
 and one that is converted therefore have the same float32 layers, but for the rules whose `limit`
 says why they differ. `tests/conversion/test_same_float32_layers.py` compares them.
 
-Not here, because no class of layers has it: what depends on the graph of a model, such as its
-output layers, and what depends on an operation of `keras.ops`. See `kmp.conversion`.
+What depends on the graph of a model, such as its output layers, or on an operation of `keras.ops`
+is in `kmp.conversion`, because no class of layers has it.
 
 `docs/hub.md` has the models that use the classes of keras-hub.
 `tests/layers/test_every_keras_layer.py` tries all classes of Keras.
@@ -72,7 +72,7 @@ class Float32Rule:
         bfloat16: Why bfloat16 does not do; empty if it does.
         source: Where this can be looked up.
         moments: When kmp applies the rule.
-        limit: Why not at creation and in a conversion alike, if it is not.
+        limit: Why kmp does not apply it at creation and in a conversion alike, if it does not.
     """
 
     classes: frozenset[str] = frozenset()
@@ -97,10 +97,6 @@ def _in_both(reason: str) -> dict[str, Any]:
     return {"float16": reason, "bfloat16": reason}
 
 
-def _has_float_dtype(layer: keras.Layer, policy: keras.DTypePolicy) -> bool:
-    return keras.backend.is_float_dtype(layer.compute_dtype)
-
-
 def _keeps_weights_in_16_bits(layer: keras.Layer, policy: keras.DTypePolicy) -> bool:
     return policy.variable_dtype in DTYPES_16_BIT
 
@@ -116,23 +112,11 @@ def _wraps_float32(layer: keras.Layer, policy: keras.DTypePolicy) -> bool:
     return getattr(inner, "compute_dtype", None) == FLOAT32.name
 
 
-def _normalizes(layer: keras.Layer, policy: keras.DTypePolicy) -> bool:
-    return bool(getattr(layer, "normalize", False))
-
-
-def _interpolates(layer: keras.Layer, policy: keras.DTypePolicy) -> bool:
-    return getattr(layer, "interpolation", "nearest") != "nearest"
-
-
 def _has_rounded_mask_value(layer: keras.Layer, policy: keras.DTypePolicy) -> bool:
     exact = np.asarray(getattr(layer, "mask_value", 0.0), "float64")
     with np.errstate(over="ignore"):
         rounded = exact.astype(np.dtype(policy.compute_dtype))
     return not np.array_equal(rounded.astype("float64"), exact)
-
-
-def _averages_large_windows(layer: keras.Layer, policy: keras.DTypePolicy) -> bool:
-    return math.prod(getattr(layer, "pool_size", ())) > LARGEST_POOL
 
 
 def _averages_long_axes(layer: keras.Layer, policy: keras.DTypePolicy) -> bool:
@@ -151,14 +135,6 @@ def longest_adaptive_window(
     axes = shape[1:-1] if is_last else shape[2:]
     known = [(size, parts) for size, parts in zip(axes, output_size, strict=True) if size]
     return max((math.ceil(size / parts) + 1 for size, parts in known), default=0)
-
-
-def _has_large_depthwise_kernel(layer: keras.Layer, policy: keras.DTypePolicy) -> bool:
-    return math.prod(getattr(layer, "kernel_size", ())) > LARGEST_DEPTHWISE_KERNEL
-
-
-def _has_activity_regularizer(layer: keras.Layer, policy: keras.DTypePolicy) -> bool:
-    return layer.activity_regularizer is not None
 
 
 def _adds_loss_itself(layer: keras.Layer, policy: keras.DTypePolicy) -> bool:
@@ -212,7 +188,7 @@ RULES = (
     # dtypes and fail.
     Float32Rule(
         classes=_of("keras", "DataLayer"),
-        condition=_has_float_dtype,
+        condition=lambda layer, policy: keras.backend.is_float_dtype(layer.compute_dtype),
         **_in_both("raw data: 16 bits round ids in masks and labels, and overflow on large values"),
     ),
     Float32Rule(
@@ -220,7 +196,11 @@ RULES = (
         condition=_keeps_weights_in_16_bits,
         **_in_both("its statistics are weights, and 16 bits would round their updates away"),
     ),
-    Float32Rule(classes=_of("keras", "Dot"), condition=_normalizes, float16=_SQUARES),
+    Float32Rule(
+        classes=_of("keras", "Dot"),
+        condition=lambda layer, policy: bool(getattr(layer, "normalize", False)),
+        float16=_SQUARES,
+    ),
     Float32Rule(classes=_of("keras", "UnitNormalization"), float16=_SQUARES),
     Float32Rule(
         classes=_of("keras", "GlobalAveragePooling1D"),
@@ -228,7 +208,7 @@ RULES = (
     ),
     Float32Rule(
         classes=_of("keras", "AveragePooling1D AveragePooling2D AveragePooling3D"),
-        condition=_averages_large_windows,
+        condition=lambda layer, policy: math.prod(getattr(layer, "pool_size", ())) > LARGEST_POOL,
         float16=LONG_SUM,
         source=_CPU_KERNELS,
     ),
@@ -244,7 +224,9 @@ RULES = (
     ),
     Float32Rule(
         classes=_of("keras", "DepthwiseConv1D DepthwiseConv2D SeparableConv1D SeparableConv2D"),
-        condition=_has_large_depthwise_kernel,
+        condition=lambda layer, policy: (
+            math.prod(getattr(layer, "kernel_size", ())) > LARGEST_DEPTHWISE_KERNEL
+        ),
         float16=LONG_SUM,
         source=_CPU_KERNELS,
     ),
@@ -277,7 +259,7 @@ RULES = (
     # none (bicubic).
     Float32Rule(
         classes=_of("keras", "UpSampling2D"),
-        condition=_interpolates,
+        condition=lambda layer, policy: getattr(layer, "interpolation", "nearest") != "nearest",
         **_in_both("TensorFlow has the gradient of an interpolation in float32 only"),
     ),
     Float32Rule(
@@ -307,7 +289,7 @@ RULES = (
     ),
     Float32Rule(
         classes=_of("keras", "Layer"),
-        condition=_has_activity_regularizer,
+        condition=lambda layer, policy: layer.activity_regularizer is not None,
         float16="its activity regularizer's sum over all outputs overflows float16",
         bfloat16="its activity regularizer sums all outputs: " + TOO_FEW_BITS,
         source=_PAPER,
@@ -385,7 +367,8 @@ def float32_rule(
 def reason_for_float32(layer: keras.Layer, dtype: str = FLOAT16.name) -> str | None:
     """Returns why a layer needs float32 at its creation in place of a 16-bit dtype.
 
-    `None` if it does not. Whether its weights are in 16 bits too is a matter of its own policy.
+    Returns `None` if it does not. Whether its weights are in 16 bits too is a matter of its own
+    policy.
     """
     has_weights_in_16_bits = layer.dtype_policy.variable_dtype == dtype
     policy = keras.DTypePolicy(dtype if has_weights_in_16_bits else f"mixed_{dtype}")

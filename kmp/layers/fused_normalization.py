@@ -58,10 +58,7 @@ def batch_normalization(
     training: bool | None = None,
     mask: Any = None,
 ) -> Any:
-    """Computes what `keras.layers.BatchNormalization.call` does.
-
-    Updates the same moving statistics.
-    """
+    """Computes what `keras.layers.BatchNormalization.call` does, and updates its statistics."""
     channels = _channels(inputs, layer.axis) if _is_supported(layer, inputs) else None
     has_renorm = getattr(layer, "renorm", False)  # Keras has it starting with 3.14
     if channels is None or mask is not None or has_renorm:
@@ -248,8 +245,7 @@ def _normalize(
     """
     if update_factor == 1.0:
         mean = variance = tf.zeros([0])  # as the kernel requires
-    # Not `tf.nn.fused_batch_norm`, which raises an epsilon below 1.001e-5 to that. cuDNN 9 takes
-    # any.
+    # `tf.nn.fused_batch_norm` would raise an epsilon below 1.001e-5 to that. cuDNN 9 takes any.
     outputs = tf.raw_ops.FusedBatchNormV3(
         x=channels.values,
         scale=scale,
@@ -375,13 +371,8 @@ def _float32(variable: Any) -> tf.Tensor:
 
 
 def _shaped_like(inputs: tf.Tensor, outputs: tf.Tensor) -> tf.Tensor:
-    if outputs.shape.rank == inputs.shape.rank == 4:
-        shaped = (
-            outputs
-            if outputs.shape[1:] == inputs.shape[1:]
-            else tf.reshape(outputs, tf.shape(inputs))
-        )
-    else:
-        shaped = tf.reshape(outputs, tf.shape(inputs))
+    is_image = outputs.shape.rank == inputs.shape.rank == 4
+    has_shape = is_image and outputs.shape[1:] == inputs.shape[1:]
+    shaped = outputs if has_shape else tf.reshape(outputs, tf.shape(inputs))
     shaped.set_shape(inputs.shape)
     return shaped

@@ -2,9 +2,8 @@
 
 What the call of a float32 layer creates computes in float32, as in a run in float32: code in `call`
 may create layers, such as `keras.layers.multiply([x, x])`, and models, which get Keras' global
-policy. The call of a layer that was created under `enable` promotes operands after `disable` too.
-And a training step records which layers beside its model it calls, such as a network in the
-loss.
+policy. The call of a layer that was created under `enable` promotes operands after `disable` too. A
+training step also records which layers beside its model it calls, such as a network in the loss.
 """
 
 import contextlib
@@ -31,7 +30,7 @@ from kmp.utils.float_formats import DTYPES_16_BIT, FLOAT32
 
 # The global policy outside of the float32 layers whose calls this thread is in.
 _policy_outside: ContextVar[keras.DTypePolicy | None] = ContextVar("_policy_outside", default=None)
-# Gets the layers that this thread calls, but for those that a layer calls.
+# The layers that this thread calls are added to it, but not those that a layer calls.
 _outermost: ContextVar[dict[int, keras.Layer] | None] = ContextVar("_outermost", default=None)
 
 

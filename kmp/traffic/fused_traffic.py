@@ -1,6 +1,6 @@
 """How many kernels XLA makes of a compiled function for a GPU, and how many bytes they move.
 
-An estimate, read from the graph before XLA sees it, in milliseconds:
+This is an estimate. It is read from the graph before XLA sees it, in milliseconds:
 
 - a matrix product, a convolution and a few others are one kernel each, which takes tensors in
   memory. So are a scatter, which reads and writes all of what it changes, and a reduction, which is
@@ -64,7 +64,7 @@ class _Buffer:
 
 @dataclass(frozen=True, eq=False)
 class _Value:
-    """A tensor as a kernel computes it: from tensors in memory. One of them if it is there."""
+    """A tensor as a kernel computes it from tensors in memory, or one of these itself."""
 
     shape: tuple[int | None, ...]
     elements: int
@@ -203,10 +203,6 @@ def _reduces_rows(op: tf.Operation) -> bool:
     return {int(axis) % rank for axis in axes.flat} == last and elements_of(op.outputs[0]) > 1
 
 
-def _called(fusion: _Fusion, op: tf.Operation, inputs: list[Any]) -> list[Any]:
-    return _visit(fusion, bodies_of(op)[0], inputs)
-
-
 def _passed_on(fusion: _Fusion, op: tf.Operation, inputs: list[Any]) -> list[Any]:
     pairs = zip(op.outputs, inputs, strict=False)  # a reshape has its shape as an input too
     return [
@@ -238,10 +234,6 @@ def _scattered(fusion: _Fusion, op: tf.Operation, inputs: list[Any]) -> list[Any
     # What the operation scatters to is filled before, in a kernel of its own.
     filled = fusion.store(_computed(op.outputs[0], []))
     return [fusion.run(_computed(op.outputs[0], []), [*inputs, filled])]
-
-
-def _from_memory(fusion: _Fusion, op: tf.Operation, inputs: list[Any]) -> list[Any]:
-    return _own_kernel(fusion, op, _stored(fusion, op, inputs))
 
 
 def _own_kernel(fusion: _Fusion, op: tf.Operation, inputs: list[Any]) -> list[Any]:
@@ -346,12 +338,15 @@ def _cost(kernels: int, buffers: Iterable[_Buffer]) -> Cost:
 # has fewer elements than its inputs is a reduction.
 _RULES: tuple[tuple[tuple[str, ...], Callable[[_Fusion, tf.Operation, list[Any]], list[Any]]], ...]
 _RULES = (
-    (CALLS, _called),
+    (CALLS, lambda fusion, op, inputs: _visit(fusion, bodies_of(op)[0], inputs)),
     ((*BRANCHES, *LOOPS), _apart),
     (tuple(PASS_BUFFERS), _passed_on),
     (_TAKE_PARTS, _parts),
     (("XlaOptimizationBarrier",), _stored),
     (_SCATTER, _scattered),
-    (_TAKE_MEMORY, _from_memory),
+    (
+        _TAKE_MEMORY,
+        lambda fusion, op, inputs: _own_kernel(fusion, op, _stored(fusion, op, inputs)),
+    ),
     (_SCANS, _own_kernel),
 )

@@ -16,8 +16,8 @@ normalization's gradient with constant statistics.
 
 Calls, branches and loops are followed. A step takes one side of a branch; the larger one is
 counted. A loop counts its maximum number of iterations if that is a constant, else one. A tensor
-whose shape is not fully known counts 0 bytes. Of a function that XLA compiles, what XLA makes of it
-is estimated (`fused_traffic.py`).
+whose shape is not fully known counts 0 bytes. What XLA makes of a function that it compiles is
+estimated (`fused_traffic.py`).
 
 Without that estimate, the numbers are an upper bound: Grappler fuses a few operations. Compare them
 with each other.
