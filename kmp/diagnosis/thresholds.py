@@ -57,8 +57,8 @@ BEYOND_NOISE = 2.0
 # harmless, and an error of the outputs that the gradients do not notice.
 SMALL_GRADIENT_ERROR = 0.1
 CONVERGED = 1e-3  # of the largest gradients of the layer: smaller ones are nothing but rounding
-# Where those of all layers together have converged. Measured: those of an attention whose inputs are
-# random at first are small from the beginning, and fell to a thousandth; those of a branch that
+# Where those of all layers together have converged. Measured: those of an attention whose inputs
+# are random at first are small from the beginning, and fell to a thousandth; those of a branch that
 # float16 does not train stay.
 CONVERGED_WITH_ALL = 1e-2
 # Of a state that does not depend on the batch. Derived: a moving average of weights with a decay of
