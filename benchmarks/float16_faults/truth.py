@@ -7,8 +7,6 @@ from kmp.diagnosis import names_of_causes
 
 Edit = ComputeInFloat32 | PrepareData | SetArguments
 
-CAUSES = names_of_causes()
-
 
 @dataclass(frozen=True)
 class Fault:
@@ -414,6 +412,13 @@ FLOAT32: dict[str, Fault] = {
 }
 
 FAULTS = FLOAT16 | BFLOAT16 | FLOAT32
+
+# The causes that a program has, with what they are.
+CAUSES = {
+    name: meaning
+    for name, meaning in names_of_causes().items()
+    if any(fault.cause == name for fault in FAULTS.values())
+}
 
 HEALTHY_FLOAT16: dict[str, Healthy] = {
     "healthy_autoencoder": Healthy("an exponential and a divergence, which it casts to float32"),
