@@ -17,7 +17,6 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # makes matrix prod
 
 import keras
 import matplotlib.pyplot as plt
-import msgspec
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -35,9 +34,17 @@ from kmp.records import (
     Replay,
     Run,
     Settings,
-    flat_replays,
 )
 from kmp.records.exponent_histogram import FIRST_EXPONENT, INF_BIN, NAN_BIN, ZERO_BIN
+from kmp.records.replay import (
+    BatchCheck,
+    Comparison,
+    GradientRange,
+    LayerSearch,
+    NonfinitePart,
+    Overflow,
+    UnscaledGradients,
+)
 
 # MirroredStrategy needs two devices for two replicas. This must run before TensorFlow initializes
 # its devices.
@@ -180,18 +187,79 @@ def sequential(*layers, shape=(4,), optimizer="sgd", loss="mse", **arguments):
     return model
 
 
-def make_replay(examples, loss_scale, loss, float32_loss, is_finite, is_finite_in_float32, **parts):
-    """Returns a `Replay` from the values of its parts, by the keys of the first log version."""
-    values = {
-        "examples": examples,
-        "loss_scale": loss_scale,
-        "loss": loss,
-        "float32_loss": float32_loss,
-        "is_finite": is_finite,
-        "is_finite_in_float32": is_finite_in_float32,
+# What `make_replay` takes of the parts of a `Replay`, with its names there.
+REPLAY_PARTS = {
+    "batch": {
+        "invalid_targets": "invalid_targets",
+        "has_sample_weight": "has_sample_weight",
+        "nonfinite_variables": "nonfinite_variables",
+        "lost_weights": "lost_weights",
+        "float16_states": "states_in_16_bits",
+    },
+    "gradients": {
+        "usable_scale": "usable_scale",
+        "activation_gradients": "of_activations",
+        "flushed": "flushed",
+        "zero": "zero",
+    },
+    "overflow": {
+        "nonfinite": "operations",
+        "lost_constants": "lost_constants",
+        "nonfinite_outputs": "outputs",
+        "underflows": "underflows",
+    },
+    "comparison": {
+        "output_error": "output_error",
+        "layer_errors": "layers",
+        "gradient_errors": "gradients",
+        "state_errors": "states",
+    },
+    "unscaled": {"unscaled_layers": "layers", "is_unscaled": "are_all", "unscaled_by": "origin"},
+}
+
+
+def make_replay(
+    examples,
+    loss_scale,
+    loss,
+    float32_loss,
+    is_finite,
+    is_finite_in_float32,
+    *,
+    is_forward_only=False,
+    nonfinite_part="",
+    is_part_finite=False,
+    float32_layers=(),
+    **values,
+):
+    """Returns a `Replay` from the values of its parts, by the keys of `REPLAY_PARTS`.
+
+    `float32_layers` is `None` if the search found no layers.
+    """
+    parts = {
+        part: {name: values.pop(key) for key, name in names.items() if key in values}
+        for part, names in REPLAY_PARTS.items()
     }
-    flat = msgspec.to_builtins(values | {"float32_layers": []} | parts)
-    return msgspec.convert(flat_replays.nested(flat), Replay)
+    assert not values, values
+    batch, gradients, overflow, comparison, unscaled = parts.values()
+    if nonfinite_part:
+        batch["nonfinite"] = NonfinitePart(nonfinite_part, is_too_large=is_part_finite)
+    is_compared = comparison.get("output_error") is not None
+    return Replay(
+        examples,
+        loss_scale,
+        loss,
+        float32_loss,
+        is_finite,
+        is_finite_in_float32,
+        is_forward_only,
+        batch=BatchCheck(**batch),
+        gradients=GradientRange(**gradients),
+        overflow=Overflow(**overflow) if any(overflow.values()) else None,
+        comparison=Comparison(**comparison) if is_compared else None,
+        unscaled=UnscaledGradients(**unscaled) if unscaled.get("layers") else None,
+        search=LayerSearch(float32_layers is not None, list(float32_layers or ())),
+    )
 
 
 def without_replays(*args, **arguments):

@@ -7,7 +7,6 @@ import msgspec
 from msgspec import UNSET, Struct, UnsetType
 from msgspec.structs import asdict
 
-from kmp.records import flat_replays
 from kmp.records.compact_sample import compact, expanded
 from kmp.records.gradient_sample import GradientSample
 from kmp.records.log_schema import Header, Record, Sample
@@ -82,13 +81,7 @@ class _LogDecoder:
 
     def record(self, line: bytes) -> Record:
         """Returns the record of a line, with its samples."""
-        if flat_replays.MARK in line:
-            decoded = msgspec.json.decode(line)
-            if isinstance(decoded, dict) and isinstance(decoded.get("replay"), dict):
-                decoded["replay"] = flat_replays.nested(decoded["replay"])
-            values = asdict(msgspec.convert(decoded, _Line))
-        else:
-            values = asdict(_LINE.decode(line))
+        values = asdict(_LINE.decode(line))
         for key in SAMPLE_KEYS:
             if values[key] is UNSET:
                 continue
