@@ -279,7 +279,7 @@ def test_repair_of_one_tower_keeps_the_gradients_of_the_other(tmp_path):
     assert max(flushed.get(f"small_hidden/{name}", 0.0) for name in ("kernel", "bias")) < 0.5
     advice = kmp.advise(run)
     assert advice.problems == ()
-    assert "with layer 'large_hidden' in float32 the results on 4 examples" in advice[0].evidence
+    assert "with layer 'large_hidden' in float32 the results on 4 examples" in advice[0].tried
 
 
 def test_callback_with_the_same_patience_does_not_stop_what_another_one_has_repaired(monkeypatch):
