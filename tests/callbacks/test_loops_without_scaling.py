@@ -52,4 +52,4 @@ def test_replay_finds_the_operation_in_a_loop_whose_loss_is_not_known():
         " in float32 all outputs are finite$",
         finding.evidence,
     )
-    assert finding.note.endswith("the outputs and gradients for the batch are finite")
+    assert finding.tried.endswith("the outputs and gradients for the batch are finite")

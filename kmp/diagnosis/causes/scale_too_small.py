@@ -52,7 +52,7 @@ class ScaleTooSmall(Cause):
             return None
         flushed = gradients.flushed_share
         are_many_flushed = flushed > thresholds.MANY_FLUSHED
-        if gradients.subnormal_share <= thresholds.MOST and not are_many_flushed:
+        if gradients.subnormal_share <= thresholds.MANY_SUBNORMAL and not are_many_flushed:
             return None
         agree = run.passes.agree_late and run.passes.compare(gradients.underflows)
         return cls(
@@ -114,7 +114,7 @@ class ScaleTooSmall(Cause):
                 f" {self.smallest} underflows most"
             )
         parts = []
-        if self.subnormal_share > thresholds.MOST:
+        if self.subnormal_share > thresholds.MANY_SUBNORMAL:
             if math.isfinite(headroom):
                 subnormal += f", with {headroom:.0f} bits of headroom before overflow"
             parts.append(subnormal)
