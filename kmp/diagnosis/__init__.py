@@ -6,9 +6,9 @@ change and sentences. `causes_of` returns what a report says, and `cure_of` what
 thresholds stand in `thresholds`.
 """
 
-from kmp.diagnosis.cause import ERROR, INFO, SEVERITIES, WARNING, Cause, names_of_causes
+from kmp.diagnosis.cause import ERROR, INFO, SEVERITIES, WARNING, Cause
 from kmp.diagnosis.edits import Change, ComputeInFloat32, Edit, PrepareData, SetArguments
-from kmp.diagnosis.ladder import causes_of
+from kmp.diagnosis.ladder import causes_of, names_of_causes
 from kmp.diagnosis.loss_scale_sweep import WhatIf, what_if
 from kmp.diagnosis.model_names import name_of
 from kmp.diagnosis.observations import Observations, since_last_repair

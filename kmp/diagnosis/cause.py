@@ -21,7 +21,7 @@ class Cause:
 
     Args:
         run: What was observed.
-        name: Short name, such as `"data"`; see `names_of_causes`.
+        name: Short name, such as `"data"`; see `kmp.diagnosis.names_of_causes`.
         severity: `"error"`, `"warning"` or `"info"`.
         location: The path of the layer or variable, the part of the batch, `"the loss function"`
             or the argument that it is about; empty if it is about all of the model.
@@ -68,11 +68,3 @@ class Cause:
     def is_cured_by_float32(self) -> bool:
         """Whether layers in float32 cure it."""
         return False
-
-
-def names_of_causes() -> dict[str, str]:
-    """Returns what the name of each cause means, in a few words, in alphabetical order."""
-    names: dict[str, str] = {}
-    for kind in Cause.__subclasses__():
-        names |= kind.names
-    return dict(sorted(names.items()))

@@ -1,11 +1,11 @@
 """The ladder of causes: questions about a run, and the rungs that answer each.
 
-The rungs stand in the order in which a training step goes. The first that applies answers its
-question, and those after it are not asked: what they would find follows from it. So no cause has to
-exclude another.
+The rungs stand in the order in which a training step goes. The first problem answers its question,
+and those after it are not asked: what they would find follows from it. So no cause has to exclude
+another. A rung is asked for one cause: what is no problem does not keep the next rung from it.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 
 from kmp.diagnosis.cause import ERROR, INFO, Cause
 from kmp.diagnosis.causes.backward_overflow import BackwardOverflow
@@ -47,7 +47,7 @@ def scaling(run: Observations) -> Cause | None:
 
 def batch(run: Observations) -> Cause | None:
     """The data and the targets."""
-    return BadData.of(run) or BadTargets.of(run)
+    return BadData.of(run) or BadTargets.not_classes(run)
 
 
 def weights(run: Observations) -> Cause | None:
@@ -63,7 +63,7 @@ def weights(run: Observations) -> Cause | None:
 def forward(run: Observations) -> Cause | None:
     """The forward pass, as a replay shows it: what float32 does not cure, and what it does."""
     return (
-        RoundedBefore.of(run)
+        RoundedBefore.in_loss(run)
         or GrowingActivations.of(run)
         or NonfiniteInFloat32.of(run)
         or NonfiniteForward.of(run)
@@ -84,7 +84,8 @@ def backward(run: Observations) -> Cause | None:
     if not run.skipped.gradient_overflows:
         return None
     return (
-        NonfiniteGradients.of(run)
+        RoundedBefore.in_gradients(run)
+        or NonfiniteGradients.of(run)
         or ScaleTooLarge.of_format(run)
         or RuleOverflows.stuck(run)
         or BackwardOverflow.of(run)
@@ -92,13 +93,8 @@ def backward(run: Observations) -> Cause | None:
 
 
 def loss_scale(run: Observations) -> Cause | None:
-    """The settings of the loss scale."""
-    return (
-        ScaleTooLarge.fixed(run)
-        or ScaleTooLarge.minimum(run)
-        or ScaleTooLarge.initial(run)
-        or RuleOverflows.growing(run)
-    )
+    """The settings of the loss scale at which it overflows."""
+    return ScaleTooLarge.fixed(run) or ScaleTooLarge.minimum(run)
 
 
 def results(run: Observations) -> Cause | None:
@@ -121,17 +117,20 @@ def gradients(run: Observations) -> Cause | None:
     return WrongGradients.of(run) or ScaleTooSmall.in_wide_range(run)
 
 
-# What is no problem of a run by itself.
+# What is told whatever else is found.
 NOTES: Question = (
     Repaired.of,
     WithoutGradient.dead,
     WithoutGradient.unused,
     WithoutGradient.untrained,
+    BadTargets.out_of_range,
 )
 # What does the step do with the loss scale?
 SCALING: Question = (scaling,)
-# Why were steps skipped, or did the loss explode?
-SKIPPED: Question = (batch, weights, forward, loss, backward, loss_scale)
+# Why is the loss NaN or Inf, or has it exploded?
+NONFINITE: Question = (batch, weights, forward, loss)
+# Why do gradients of a finite loss overflow?
+OVERFLOWS: Question = (backward, loss_scale, ScaleTooLarge.initial, RuleOverflows.growing)
 # What do the other steps lose to 16 bits?
 ROUNDED: Question = (results, updates, underflow, gradients)
 
@@ -142,7 +141,7 @@ def causes_of(run: Observations) -> Iterator[Cause]:
         cause = rung(run)
         if cause is not None:
             yield cause
-    for question in (SCALING, SKIPPED, ROUNDED):
+    for question in (SCALING, NONFINITE, OVERFLOWS, ROUNDED):
         for cause in answers(run, question):
             yield cause
             if cause.severity == ERROR:
@@ -159,10 +158,17 @@ def answers(run: Observations, question: Question) -> Iterator[Cause]:
                 return
 
 
-def first_problem(run: Observations, questions: Iterable[Question]) -> Cause | None:
-    """Returns the first problem that answers one of the questions; `None` without one."""
-    for question in questions:
-        for cause in answers(run, question):
-            if cause.severity != INFO:
-                return cause
-    return None
+def gravest(run: Observations, *questions: Question) -> Cause | None:
+    """Returns the first error that answers one of the questions, or the first warning."""
+    found = [cause for question in questions for cause in answers(run, question)]
+    problems = [cause for cause in found if cause.severity != INFO]
+    errors = [cause for cause in problems if cause.severity == ERROR]
+    return next(iter(errors or problems), None)
+
+
+def names_of_causes() -> dict[str, str]:
+    """Returns what the name of each cause means, in a few words, in alphabetical order."""
+    names: dict[str, str] = {}
+    for kind in Cause.__subclasses__():
+        names |= kind.names
+    return dict(sorted(names.items()))

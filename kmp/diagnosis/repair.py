@@ -37,9 +37,11 @@ def cure_of(run: Observations) -> Cure | None:
         return None
     if run.updates.may_diverge(replay.float32_loss):
         return None
-    # A pass that is not finite is cured whatever the step does with the loss scale.
-    first = [ladder.SCALING] if replay.is_finite else []
-    cause = ladder.first_problem(run, [*first, ladder.SKIPPED, ladder.ROUNDED])
+    # A forward pass that is not finite is cured whatever the step does with the loss scale.
+    asked = [ladder.NONFINITE, ladder.ROUNDED if replay.is_finite else ladder.OVERFLOWS]
+    if replay.is_finite_forward:
+        asked = [ladder.SCALING, *asked]
+    cause = ladder.gravest(run, *asked)
     if cause is None or not cause.is_cured_by_float32:
         return None
     return Cure(tuple(replay.float32_layers), cause, replay)
@@ -50,10 +52,10 @@ def incurable_cause_of(run: Observations) -> Cause | None:
 
     The graph of the training step shows it, or its last comparison is evidence by itself.
     """
-    scaling = ladder.first_problem(run, (ladder.SCALING,))
-    if scaling is not None:
-        return scaling if scaling.is_measured and scaling.severity == ERROR else None
-    cause = ladder.first_problem(run, (ladder.SKIPPED, ladder.ROUNDED))
+    scaling = ladder.gravest(run, ladder.SCALING)
+    if scaling is not None and scaling.severity == ERROR:
+        return scaling if scaling.is_measured else None
+    cause = ladder.gravest(run, ladder.NONFINITE, ladder.ROUNDED)
     if cause is None or cause.is_cured_by_float32 or cause.severity != ERROR:
         return None
     replay = run.passes.last_comparison

@@ -37,7 +37,7 @@ def in_float16(facts: StepFacts | None) -> list[CodeLine]:
 
 
 def unconverged(errors: Sequence[GradientError]) -> list[GradientError]:
-    """Returns the errors of layers whose gradients are not nothing beside those of earlier steps.
+    """Returns the errors of layers whose gradients have not nearly vanished since earlier steps.
 
     Errors of the others do no harm: the layer has learned what it can, or the whole training has,
     this layer with it.
@@ -148,7 +148,7 @@ def agree_on_harm(comparisons: Sequence[Replay], number_format: FloatFormat = FL
 
     The last one has to be harmful, because harm that has passed asks for no change, and if only
     gradients differ, at least half of the last five: their errors are compared with an estimate of
-    the noise, so one batch decides nothing beside several sound ones, while three that agree, as
+    the noise, so one batch does not outvote several sound ones, while three that agree, as
     many as a repair needs, outvote the others also if the harm begins late.
     """
     if not comparisons or not is_harmful(comparisons[-1], number_format):

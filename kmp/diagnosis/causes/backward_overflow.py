@@ -140,8 +140,9 @@ class BackwardOverflow(Cause):
     @property
     def evidence(self) -> str:
         run, found, skipped = self.run, self.operation, skipped_with_finite_loss(self.run)
-        if run.format is FLOAT16:
-            skipped += f", down to a loss scale of {as_power(run.loss_scale)}"
+        if run.format is FLOAT16 and not run.is_fixed:
+            lowest = self.lowest_scale or run.loss_scale
+            skipped += f", down to a loss scale of {as_power(lowest)}"
         parts = [skipped]
         if self.origin and (run.format is FLOAT16 or self.replay is None):
             share = f"{self.origin_share:.0%}"
@@ -204,12 +205,15 @@ def _overflows_at_every_scale(run: Observations) -> bool:
     if skipped.is_stuck:
         return True
     # Overflows may have driven the scale below the one that a branch of the model needs, or so low
-    # that other gradients are zero.
+    # that other gradients are lost.
     search = replay.search if replay else None
     if search is not None and scale < (search.loss_scale or 0.0):
         return True
-    if scale < 1.0 and run.gradients.unexplained_zero_variables:
-        return True
+    if scale < 1.0:
+        has_fallen = skipped.start.overflows > 0
+        are_subnormal = run.gradients.subnormal_share > thresholds.MANY_SUBNORMAL
+        if run.gradients.unexplained_zero_variables or (are_subnormal and has_fallen):
+            return True
     return are_many and scale <= run.min_scale * 2.0**thresholds.SPARE_BITS
 
 

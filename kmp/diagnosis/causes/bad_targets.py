@@ -10,6 +10,7 @@ from kmp.diagnosis.edits import NO_CHANGE, Change, PrepareData, SetArguments
 from kmp.diagnosis.model_names import name_of
 from kmp.diagnosis.observations import Observations
 from kmp.diagnosis.wording import failed_steps
+from kmp.records import Replay
 from kmp.records.replay import InvalidTargets
 
 
@@ -36,27 +37,34 @@ class BadTargets(Cause):
     has_ignoring_loss: bool = False
 
     @classmethod
-    def of(cls, run: Observations) -> "BadTargets | None":
-        """Returns the cause if the run has it."""
-        replays = (each for each in reversed(run.passes.all) if each.batch.invalid_targets)
-        replay = next(replays, None)
+    def out_of_range(cls, run: Observations) -> "BadTargets | None":
+        """Returns the cause if targets of a binary cross-entropy are not from 0 to 1."""
+        replay = _replay_with_invalid(run, is_binary=True)
+        targets = replay.batch.invalid_targets if replay else None
+        if targets is None:
+            return None
+        array, change = f"y{targets.key}", NO_CHANGE
+        low, high = f"{targets.smallest:g}", f"{targets.largest:g}"
+        if low != high:
+            change = Change((PrepareData(f"{array} = ({array} - {low}) / ({high} - {low})"),))
+        return cls(
+            run=run,
+            name="targets",
+            severity=WARNING,
+            location=array,
+            change=change,
+            targets=targets,
+            array=array,
+        )
+
+    @classmethod
+    def not_classes(cls, run: Observations) -> "BadTargets | None":
+        """Returns the cause if targets are not the index of a class."""
+        replay = _replay_with_invalid(run, is_binary=False)
         targets = replay.batch.invalid_targets if replay else None
         if replay is None or targets is None:
             return None
-        array = f"y{targets.key}"
-        if targets.is_binary:
-            low, high, change = f"{targets.smallest:g}", f"{targets.largest:g}", NO_CHANGE
-            if low != high:
-                change = Change((PrepareData(f"{array} = ({array} - {low}) / ({high} - {low})"),))
-            return cls(
-                run=run,
-                name="targets",
-                severity=WARNING,
-                location=array,
-                change=change,
-                targets=targets,
-                array=array,
-            )
+        array, change = f"y{targets.key}", NO_CHANGE
 
         # A single invalid value that is negative, or larger than the number of classes, is a mark.
         marker = targets.only_invalid
@@ -130,6 +138,15 @@ class BadTargets(Cause):
                 f"or {array} = {array} - 1, also in validation, because Keras counts classes from 0"
             )
         return ""
+
+
+def _replay_with_invalid(run: Observations, *, is_binary: bool) -> Replay | None:
+    """Returns the last replay with targets that a binary loss, or another one, does not take."""
+    for replay in reversed(run.passes.all):
+        targets = replay.batch.invalid_targets
+        if targets is not None and targets.is_binary == is_binary:
+            return replay
+    return None
 
 
 def _ignoring_loss(targets: InvalidTargets) -> str:

@@ -66,7 +66,7 @@ def _tried(run: Observations, repair: Record) -> str:
     proof = next((replay for replay in reversed(replays) if replay.is_finite), None)
     layers = run.model.describe_repaired(repair.fallback or [])
     if proof is None:
-        return f"since step {repair.step} of this training"
+        return f"the training has gone on with it since step {repair.step}"
     were_finite = all(replay.is_finite for replay in replays)
     results = "agree with those in float32" if were_finite else "are finite"
     return f"with {layers} in float32 the results {of_a_batch(proof)} {results}"

@@ -7,6 +7,7 @@ from kmp.diagnosis.causes.nonfinite_gradients import severity_of_overflows
 from kmp.diagnosis.observations import Observations
 from kmp.diagnosis.operations import divides_by_zero, function_of_negative, is_logarithm
 from kmp.diagnosis.wording import counted, failed_steps, line_of
+from kmp.records import Replay
 from kmp.records.replay import NonfiniteOperation, RoundedConstant, RoundedConstants
 from kmp.records.step_facts import CodeLine
 
@@ -22,11 +23,17 @@ class RoundedBefore(Cause):
     rounded: RoundedConstants
 
     @classmethod
-    def of(cls, run: Observations) -> "RoundedBefore | None":
-        """Returns the cause if the loss of the run has it, or its gradients."""
-        replay, severity = run.passes.failed_forward, ERROR
-        if replay is None and run.skipped.gradient_overflows:
-            replay, severity = run.passes.backward, severity_of_overflows(run)
+    def in_loss(cls, run: Observations) -> "RoundedBefore | None":
+        """Returns the cause if the forward pass shows it."""
+        return cls._in(run, run.passes.failed_forward, ERROR)
+
+    @classmethod
+    def in_gradients(cls, run: Observations) -> "RoundedBefore | None":
+        """Returns the cause if gradients of a finite loss show it."""
+        return cls._in(run, run.passes.backward, severity_of_overflows(run))
+
+    @classmethod
+    def _in(cls, run: Observations, replay: Replay | None, severity: str) -> "RoundedBefore | None":
         if replay is None or replay.rounded is None or replay.is_finite_in_float32:
             return None
         operation = replay.rounded.operation

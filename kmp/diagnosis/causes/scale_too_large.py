@@ -93,7 +93,7 @@ class ScaleTooLarge(Cause):
             run=run,
             name="scale_too_large",
             location="min_scale",
-            change=Change((SetArguments(run.settings.settings_call, arguments),)),
+            change=Change((SetArguments(run.settings.settings_call, arguments),), _tried(suitable)),
             scale=run.min_scale,
             suitable=suitable,
             is_replayed=True,
@@ -120,13 +120,13 @@ class ScaleTooLarge(Cause):
             return None
         limit = max(thresholds.SLOW_START, thresholds.MOST_SKIPPED * steps)
         severity = WARNING if skipped > limit else INFO
-        arguments = {"initial_scale": power(math.log2(suitable))}
+        edit = SetArguments(settings.settings_call, {"initial_scale": power(math.log2(suitable))})
         return cls(
             run=run,
             name="initial_scale",
             severity=ERROR if has_never_updated else severity,
             location="initial_scale",
-            change=Change((SetArguments(settings.settings_call, arguments),)),
+            change=Change((edit,), _tried(suitable)) if is_replayed else Change((edit,)),
             scale=settings.initial_scale,
             suitable=suitable,
             is_replayed=is_replayed,
@@ -163,9 +163,6 @@ class ScaleTooLarge(Cause):
             parts = [first + trained]
         elif origin and self.location == "loss_scale":
             parts.append(f"{origin} was the overflow origin in {share:.0%} of them")
-        if self.is_replayed and self.suitable:
-            scale = as_power(self.suitable)
-            parts.append(f"replayed, the gradients are finite at a loss scale of {scale}")
         return "; ".join(parts)
 
     @property
@@ -173,3 +170,7 @@ class ScaleTooLarge(Cause):
         if self.location != "loss_scale" or self.suitable is None:
             return ""
         return f"or loss_scale={power(math.log2(self.suitable))}"
+
+
+def _tried(scale: float) -> str:
+    return f"at the loss scale {as_power(scale)} the gradients for the batch are finite"
