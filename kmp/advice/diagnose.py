@@ -1,7 +1,7 @@
 """`kmp.advise`: the diagnosis of a run, as findings and a verdict."""
 
 from kmp.advice.finding import Advice, Finding
-from kmp.diagnosis import SEVERITIES, Cause, Observations, causes_of, verdict
+from kmp.diagnosis import SEVERITIES, Cause, Observations, causes_of, verdict_of
 from kmp.records import Run
 from kmp.records.run import RUN_EXPECTED
 from kmp.utils import validation
@@ -34,7 +34,7 @@ def advise(run: Run) -> Advice:
 def advice_of(run: Observations) -> Advice:
     """Returns the findings and the verdict for what was observed of a run."""
     causes = sorted(causes_of(run), key=lambda cause: SEVERITIES.index(cause.severity))
-    judged = verdict(run, causes)
+    judged = verdict_of(run, causes)
     return Advice(list(map(finding_of, causes)), judged.text, judged.is_known)
 
 

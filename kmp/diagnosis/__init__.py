@@ -13,7 +13,7 @@ from kmp.diagnosis.loss_scale_sweep import WhatIf, what_if
 from kmp.diagnosis.model_names import name_of
 from kmp.diagnosis.observations import Observations, since_last_repair
 from kmp.diagnosis.repair import Cure, cure_of, incurable_cause_of
-from kmp.diagnosis.verdict import verdict
+from kmp.diagnosis.verdict import verdict_of
 
 __all__ = [
     "ERROR",
@@ -35,6 +35,6 @@ __all__ = [
     "name_of",
     "names_of_causes",
     "since_last_repair",
-    "verdict",
+    "verdict_of",
     "what_if",
 ]

@@ -25,7 +25,7 @@ class Verdict(NamedTuple):
     is_known: bool = True
 
 
-def verdict(run: Observations, causes: Sequence[Cause]) -> Verdict:
+def verdict_of(run: Observations, causes: Sequence[Cause]) -> Verdict:
     """Returns the effect of the format on a run.
 
     That is its first problem; or that it does no harm, with the evidence; or that this is not

@@ -17,7 +17,7 @@ from runs import (
     wrong,
 )
 
-from kmp.diagnosis import INFO, Observations, causes_of, thresholds, verdict
+from kmp.diagnosis import INFO, Observations, causes_of, thresholds, verdict_of
 from kmp.diagnosis.unknowns import unknowns
 from kmp.records import Record, Run
 from kmp.records.replay import GradientError, StateError
@@ -27,12 +27,12 @@ GOOD = "float16 does not hurt this run: "
 UNKNOWN = "It is not known whether float16 hurts this run."
 
 
-def verdict_of(*records, **settings):
+def text_of(*records, **settings):
     """Returns the verdict of a run in float16, unless the settings say otherwise."""
     run = Observations(run_of(*records, **FLOAT16 | settings))
     causes = list(causes_of(run))
     assert all(cause.severity == INFO for cause in causes), causes
-    return verdict(run, causes).text
+    return verdict_of(run, causes).text
 
 
 def not_known(*records, **settings):
@@ -55,21 +55,21 @@ def zero_kernel(zeros=100):
 
 
 def test_empty_run_and_a_run_with_a_problem_have_a_verdict_without_reassurance():
-    assert verdict(Observations(Run()), []).text == "The run is empty: nothing was recorded."
+    assert verdict_of(Observations(Run()), []).text == "The run is empty: nothing was recorded."
     run = Observations(training(Record(step=60, last_loss=3e4, highest_loss=7e4)))
     (cause,) = causes_of(run)
-    assert verdict(run, [cause]).text == cause.title
+    assert verdict_of(run, [cause]).text == cause.title
 
 
 def test_verdict_is_good_if_everything_is_excluded():
     assert not_known(*three()) == 0
-    assert verdict_of(*three()).startswith(GOOD)
+    assert text_of(*three()).startswith(GOOD)
 
 
 def test_verdict_after_a_repair_is_about_the_run_since_then():
     repair = healthy(1, fallback=["net/a"], fallback_reason="It overflows.")
     records = three(steps=(2, 50, 100))
-    assert verdict_of(repair, *records).startswith("Since step 1, with layer 'a' in float32, ")
+    assert text_of(repair, *records).startswith("Since step 1, with layer 'a' in float32, ")
 
 
 @pytest.mark.parametrize("has_reference", [False, True])
@@ -80,19 +80,19 @@ def test_gradients_that_are_zero_in_float32_too_are_measured(variables, has_refe
     if has_reference:
         for record in records[::2]:
             record.reference = sample_from(record.step, 1.0, variables)
-    assert verdict_of(*records).startswith(GOOD)
+    assert text_of(*records).startswith(GOOD)
 
 
 def test_gradients_of_a_training_that_has_converged_do_not_count():
     first = GradientError("net", 0.02, 1.0, 1.0)
     last = GradientError("net", 1.9, -0.5, 1e-4, 0.2, largest_norm=1.0)
     replays = [compared(gradient_errors=[each]) for each in (first, last)]
-    assert verdict_of(*three(replays[0], None, replays[1])).startswith(GOOD)
+    assert text_of(*three(replays[0], None, replays[1])).startswith(GOOD)
 
 
 def test_states_that_are_those_of_the_batch_or_noisy_are_sound():
     errors = [StateError("net/other", 1.0, 0.5, 0.99), StateError("net/last", 1.0, 0.0, 0.0)]
-    assert verdict_of(*three(compared(), None, compared(state_errors=errors))).startswith(GOOD)
+    assert text_of(*three(compared(), None, compared(state_errors=errors))).startswith(GOOD)
 
 
 FLUSHED = compared(flushed={"net/kernel": 0.6})
@@ -178,7 +178,7 @@ OPEN = {
 def test_verdict_reassures_of_nothing_that_was_not_measured(case):
     records, settings, part = OPEN[case]
     assert not_known(*records, **settings) == 1
-    measured, _, unknown = verdict_of(*records, **settings).partition(" Not measured: ")
+    measured, _, unknown = text_of(*records, **settings).partition(" Not measured: ")
     assert measured.startswith(UNKNOWN)
     assert part in unknown
 
@@ -186,7 +186,7 @@ def test_verdict_reassures_of_nothing_that_was_not_measured(case):
 def test_loop_whose_graph_shows_that_it_scales_right_leaves_only_gradients_unknown():
     settings = {"train_step": "keras", "step_facts": StepFacts("right")}
     assert not_known(*three(*[FORWARD] * 3), **settings) == 1
-    assert "the loop scales" not in verdict_of(*three(*[FORWARD] * 3), **settings)
+    assert "the loop scales" not in text_of(*three(*[FORWARD] * 3), **settings)
 
 
 @pytest.mark.parametrize(
@@ -217,17 +217,17 @@ def test_zeros_with_a_reference_are_open_if_their_norm_may_matter(lost, is_open)
 def test_few_steps_that_a_falling_scale_skips_need_no_other_reason(last, is_known):
     records = three(steps=(1, 8, 16), overflows_in_a_row=0)
     last = healthy(16, replay=compared(), **{"overflows_in_a_row": 0} | last)
-    assert verdict_of(*records[:2], last).startswith(GOOD) == is_known
+    assert text_of(*records[:2], last).startswith(GOOD) == is_known
 
 
 def test_float32_is_compared_with_nothing():
     records = three(compared(0.0), None, compared(0.0), variables=zero_kernel(900))
     nothing = "Nothing is wrong with this float32 run that kmp can see: "
-    assert verdict_of(*records, **FLOAT32).startswith(nothing)
+    assert text_of(*records, **FLOAT32).startswith(nothing)
     dead = {"net/kernel": gradient(-6), "net/bias": ALL_ZERO}
-    beside_a_note = verdict_of(*three(variables=dead), **FLOAT32)
+    beside_a_note = text_of(*three(variables=dead), **FLOAT32)
     assert beside_a_note.startswith("Nothing else is wrong")
-    uncertain = verdict_of(Record(step=100, overflow_count=0), **FLOAT32)
+    uncertain = text_of(Record(step=100, overflow_count=0), **FLOAT32)
     assert uncertain.startswith("It is not known whether anything is wrong")
 
 
@@ -236,9 +236,9 @@ def test_bfloat16_is_judged_by_rounding_and_not_by_its_range():
     small = {"net/kernel": gradient(-100, zero=900)}
     errors = [wrong("net", 0.06, 1.0, 0.5)]
     replays = compared(0.01), None, compared(0.005, gradient_errors=errors)
-    sound = verdict_of(*three(*replays, variables=small), **BFLOAT16)
+    sound = text_of(*three(*replays, variables=small), **BFLOAT16)
     assert sound.startswith("bfloat16 does not hurt this run: ")
-    uncertain = verdict_of(*three(*ONCE, variables=small), **BFLOAT16)
+    uncertain = text_of(*three(*ONCE, variables=small), **BFLOAT16)
     assert uncertain.startswith("It is not known whether bfloat16 hurts this run.")
     assert "scale" not in sound + uncertain
 
@@ -246,7 +246,7 @@ def test_bfloat16_is_judged_by_rounding_and_not_by_its_range():
 def test_verdict_does_not_reassure_where_rounded_outputs_differ_by_more_than_those_of_float16():
     rounded = compared(0.1, gradient_errors=[wrong("net/a", 0.15, 1.0, 0.5)])
     for replay, is_good in ((rounded, False), (compared(0.05), True)):
-        found = verdict_of(*three(replay, None, replay), **BFLOAT16)
+        found = text_of(*three(replay, None, replay), **BFLOAT16)
         assert found.startswith("bfloat16 does not hurt this run: ") == is_good
 
 
@@ -263,6 +263,6 @@ REFERENCE = Record(step=50, reference=sample_from(50, 1.0, {"net/kernel": gradie
     ],
 )
 def test_run_without_finite_samples_is_not_judged(records, part):
-    found = verdict_of(*records)
+    found = text_of(*records)
     assert found.startswith(UNKNOWN)
     assert part in found
