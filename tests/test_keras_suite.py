@@ -2,6 +2,7 @@
 
 import unittest
 
+import keras
 import pytest
 
 import kmp
@@ -16,7 +17,10 @@ optimizer_test = pytest.importorskip(f"{OPTIMIZERS}.optimizer_test", reason=REAS
 
 def run(module):
     result = unittest.TestResult()
-    unittest.defaultTestLoader.loadTestsFromModule(module).run(result)
+    try:
+        unittest.defaultTestLoader.loadTestsFromModule(module).run(result)
+    finally:  # the tests of Keras disable it
+        keras.config.enable_traceback_filtering()
     assert not result.failures + result.errors
     assert result.testsRun > 20
 
