@@ -222,8 +222,8 @@ def test_scale_that_grows_more_than_it_backs_off_is_reported_with_what_is_not_th
     ("record", "is_cause"),
     [
         (skipped(200, 200, in_a_row=200), False),  # never applied
-        (skipped(2, 200), False),
-        (skipped(3, 200), True),
+        (skipped(4, 200), False),
+        (skipped(5, 200), True),
     ],
 )
 def test_growth_that_costs_few_steps_is_not_reported(record, is_cause):

@@ -73,7 +73,7 @@ class RuleOverflows(Cause):
         if skipped.in_a_row >= min(skipped.steps, longest):
             return None
         after_start = skipped.gradient_overflows - skipped.start.overflows
-        if after_start <= max(1, thresholds.FEW_SKIPPED * skipped.steps):
+        if after_start <= max(1, thresholds.SKIPPED_BY_GROWTH * skipped.steps):
             return None
         arguments = {}
         if interval <= 1 / thresholds.FEW_SKIPPED:
