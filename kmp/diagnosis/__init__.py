@@ -11,7 +11,7 @@ from kmp.diagnosis.edits import Change, ComputeInFloat32, Edit, PrepareData, Set
 from kmp.diagnosis.ladder import causes_of, names_of_causes
 from kmp.diagnosis.loss_scale_sweep import WhatIf, what_if
 from kmp.diagnosis.model_names import name_of
-from kmp.diagnosis.observations import Observations, since_last_repair
+from kmp.diagnosis.observations import Observations
 from kmp.diagnosis.repair import Cure, cure_of, incurable_cause_of
 from kmp.diagnosis.verdict import verdict_of
 
@@ -34,7 +34,6 @@ __all__ = [
     "incurable_cause_of",
     "name_of",
     "names_of_causes",
-    "since_last_repair",
     "verdict_of",
     "what_if",
 ]

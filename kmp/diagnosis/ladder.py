@@ -117,7 +117,7 @@ def gradients(run: Observations) -> Cause | None:
     return WrongGradients.of(run) or ScaleTooSmall.in_wide_range(run)
 
 
-# What is told whatever else is found.
+# What is reported whatever else is found.
 NOTES: Question = (
     Repaired.of,
     WithoutGradient.dead,

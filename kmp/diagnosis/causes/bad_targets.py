@@ -64,7 +64,7 @@ class BadTargets(Cause):
         targets = replay.batch.invalid_targets if replay else None
         if replay is None or targets is None:
             return None
-        array, change = f"y{targets.key}", NO_CHANGE
+        array = f"y{targets.key}"
 
         # A single invalid value that is negative, or larger than the number of classes, is a mark.
         marker = targets.only_invalid
