@@ -10,8 +10,8 @@ import keras
 import msgspec
 import numpy as np
 import pytest
+from built_runs import training
 from conftest import without_replays
-from runs import training
 
 import kmp
 from kmp.diagnosis import ERROR, SetArguments, names_of_causes

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from runs import bin_counts, make_replay, run_of, sample_from
+from built_runs import bin_counts, make_replay, run_of, sample_from
 
 from kmp import what_if
 from kmp.records import GradientSample, Record

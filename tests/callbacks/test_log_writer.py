@@ -12,6 +12,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from built_runs import sample_from
 from conftest import (
     Interrupt,
     compiled_model,
@@ -27,7 +28,6 @@ from conftest import (
 )
 from models import OwnStep
 from msgspec import UNSET
-from runs import sample_from
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import kmp

@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from runs import (
+from built_runs import (
     ALL_ZERO,
     BFLOAT16,
     DEFAULT_SCALE,

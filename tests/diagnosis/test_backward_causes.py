@@ -1,7 +1,7 @@
 """Causes in the backward pass: gradients of a finite loss that are NaN or Inf."""
 
 import pytest
-from runs import (
+from built_runs import (
     ALL_ZERO,
     BFLOAT16,
     FLOAT32,

@@ -1,7 +1,7 @@
 """Causes in the batch and its targets: `BadData` and `BadTargets`."""
 
 import pytest
-from runs import (
+from built_runs import (
     BFLOAT16,
     FLOAT32,
     edits_of,

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import pytest
-from runs import (
+from built_runs import (
     BFLOAT16,
     FLOAT32,
     backward,

@@ -1,7 +1,7 @@
 """Causes in the loss scale: settings that overflow or underflow, and branches that underflow."""
 
 import pytest
-from runs import (
+from built_runs import (
     ALL_ZERO,
     BFLOAT16,
     DEFAULT_SCALE,

@@ -1,7 +1,7 @@
 """What is no problem by itself: `WithoutGradient` and `Repaired`."""
 
 import pytest
-from runs import (
+from built_runs import (
     ALL_ZERO,
     BFLOAT16,
     FLOAT32,

@@ -4,7 +4,7 @@
 """
 
 import pytest
-from runs import (
+from built_runs import (
     BFLOAT16,
     compared,
     edits_of,

@@ -1,7 +1,7 @@
 """Verdicts: what is sound, and what is not known. Their sentences stand in `sentences.md`."""
 
 import pytest
-from runs import (
+from built_runs import (
     ALL_ZERO,
     BFLOAT16,
     FLOAT16,

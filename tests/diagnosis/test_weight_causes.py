@@ -3,7 +3,7 @@
 import math
 
 import pytest
-from runs import (
+from built_runs import (
     BFLOAT16,
     FLOAT32,
     edits_of,

@@ -3,9 +3,9 @@ import math
 import matplotlib.pyplot as plt
 import numpy as np
 import pytest
+from built_runs import bin_counts, make_replay
 from matplotlib.collections import QuadMesh
 from matplotlib.text import Text
-from runs import bin_counts, make_replay
 
 from kmp import plots
 from kmp.advice import WhatIf, what_if

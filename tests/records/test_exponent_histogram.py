@@ -2,9 +2,9 @@ import math
 
 import numpy as np
 import pytest
+from built_runs import bin_counts
 from hypothesis import given
 from hypothesis import strategies as st
-from runs import bin_counts
 
 from kmp.records import ExponentHistogram
 

@@ -3,8 +3,8 @@ import math
 
 import numpy as np
 import pytest
+from built_runs import run_of, sample_from
 from msgspec import ValidationError
-from runs import run_of, sample_from
 
 from kmp import load_run
 from kmp.records import Header, Record, Replay, Run, Settings

@@ -7,8 +7,8 @@ from html import unescape
 
 import msgspec
 import pytest
+from built_runs import sample_from
 from rich.console import Console
-from runs import sample_from
 
 from kmp import report
 from kmp.advice import Advice, ComputeInFloat32, Finding

@@ -12,10 +12,10 @@ from dataclasses import replace
 
 import matplotlib.pyplot as plt
 import pytest
+from built_runs import make_replay, sample_from
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from rich.console import Console
-from runs import make_replay, sample_from
 
 import kmp
 from kmp import plots, report

@@ -7,6 +7,7 @@ from pathlib import Path
 import matplotlib as mpl
 import matplotlib.pyplot as plt
 import pytest
+from built_runs import sample_from
 from report_runs import (
     COUNTED,
     FINDING,
@@ -28,7 +29,6 @@ from report_runs import (
     underflowing_run,
     with_metrics,
 )
-from runs import sample_from
 
 import kmp
 from kmp import report

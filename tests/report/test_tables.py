@@ -3,6 +3,7 @@
 import math
 
 import pytest
+from built_runs import sample_from
 from report_runs import (
     COUNTED,
     NOT_COUNTED,
@@ -16,7 +17,6 @@ from report_runs import (
     run_in,
     underflowing_run,
 )
-from runs import sample_from
 
 from kmp.records import Record, Run
 from kmp.report.run_summary import RunSummary
