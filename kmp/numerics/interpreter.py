@@ -1,0 +1,517 @@
+"""Carries ranges and rounding errors along a graph, and finds what needs float32.
+
+A graph is a list of nodes, each of which computes a function of the table. What it is a graph of,
+such as a Keras model or what TensorFlow traces of a layer, does not matter.
+"""
+
+import math
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+from kmp.numerics.function import (
+    LARGEST_ERROR,
+    ONCE,
+    Call,
+    Combination,
+    Elementwise,
+    Fixed,
+    Function,
+    Outcome,
+)
+from kmp.numerics.values import DATA, INFINITY, Value
+from kmp.utils.float_formats import FLOAT16, FloatFormat
+
+Kind = Literal["constant", "always", "range", "slope", "terms", "error"]
+
+# An error of results up to this part of their range is passed over: it is a bound, and of a sum of
+# roundings about a tenth is met.
+_LARGEST_LOSS = 0.25
+# A steeper function makes errors of the smallest numbers as large as ordinary ones, in any format;
+# in float16, its gradients are infinite.
+_LARGEST_SLOPE = FLOAT16.max
+# A factor up to this enlarges a value little: 1 + tanh(x) is at most 2.
+_SMALL_FACTOR = 8.0
+TOO_FEW_BITS = "bfloat16 has 8 significant bits, too few for this operation"
+
+
+@dataclass(eq=False, repr=False)  # it has all nodes before it
+class Node:
+    """One result of a graph.
+
+    Args:
+        function: What computes it; `None` if no row of the table does.
+        operands: The floats that it is computed from: nodes before it, or what is known of them.
+        call: What else it depends on.
+        place: Returns the line of code, as shown to users; empty if it is not known.
+        units: What has a precision of its own and contains the node, such as a layer and the layer
+            around it, the innermost first. A node in no unit is float32 if one operand is.
+        is_float32: Whether it is float32 in a 16-bit program.
+        follows: The nodes of which one in float32 makes it float32.
+        value: What is known of it, whatever its operands; `None` if they decide.
+        constants: The numbers of the smallest and the largest magnitude in each constant among its
+            operands; of a constant, its own.
+    """
+
+    function: Function | None = None
+    operands: Sequence["Node | Value"] = ()
+    call: Call = ONCE
+    place: Callable[[], str] = str
+    units: tuple[Hashable, ...] = ()
+    is_float32: bool = False
+    follows: Sequence["Node"] = ()
+    value: Value | None = None
+    constants: Sequence[float] = ()
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Why a node needs float32.
+
+    Args:
+        node: The node, inside of the graph of another one or not.
+        kind: `"constant"`: an operand is a constant that the format does not have. `"always"`: so
+            says the row of the function. `"range"`: the result leaves the range. `"slope"`: the
+            derivative does. `"terms"`: it adds up too many numbers. `"error"`: the error of the
+            result is large beside how it varies.
+        operand: The operand that it is about.
+        result: The result, before it is rounded.
+        number: The constant, the number of terms, or the relative error.
+        is_certain: Whether it is so for all data.
+    """
+
+    node: Node
+    kind: Kind
+    operand: Value = DATA
+    result: Value = DATA
+    number: float = 0.0
+    is_certain: bool = True
+
+    def reason(self, number_format: FloatFormat) -> str:
+        """Returns why, as shown to users."""
+        text = self._reason(number_format)
+        place = self.node.place()
+        return f"{place}: {text}" if place else text
+
+    def _reason(self, number_format: FloatFormat) -> str:
+        function, name = self.node.function, number_format.name
+        if self.kind == "constant":
+            return f"the constant {self.number:g} {_loss_of(self.number, number_format)}"
+        assert function is not None
+        is_of_kernel = "kernel" in function.in_float32
+        if self.kind == "always" and (number_format is FLOAT16 or is_of_kernel):
+            return function.in_float32
+        if function.makes_integers:
+            exact, largest = number_format.max_exact_integer, self.operand.magnitude
+            return f"{name} has integers up to {exact}, and it casts numbers up to {largest:.5g}"
+        if number_format is not FLOAT16:
+            return TOO_FEW_BITS
+        if self.kind == "range" and self.operand.is_bounded and self.result.is_bounded:
+            return (
+                f"the {function.name} of numbers up to {self.operand.magnitude:.3g} may reach"
+                f" {self.result.magnitude:.3g}, and {name} ends at {number_format.max:g}"
+            )
+        if self.kind == "error" and self.number < INFINITY:
+            share = f"{self.number:.2g} of the range of its results"
+            return f"the {function.name} amplifies rounding errors, to up to {share}"
+        general = f"the {function.name} amplifies the {name} rounding errors of its input"
+        if self.kind == "range":
+            general = f"it gets float32 numbers that may exceed {number_format.max:g}"
+        return function.overflow or general
+
+    @property
+    def is_mild(self) -> bool:
+        """Whether ordinary data have no problem, as in products, long sums and a softmax."""
+        if self.kind == "range":
+            is_cast = self.node.function is not None and self.node.function.is_exact
+            return not self.is_certain and (is_cast or self.result.growth < INFINITY)
+        if self.kind == "error":
+            return self.number < INFINITY
+        is_softmax = self.kind == "always" and self.result.is_bounded
+        return is_softmax or (self.kind == "terms" and not self.operand.is_bounded)
+
+    @property
+    def source(self) -> str:
+        """Where it can be looked up."""
+        return self.node.function.source if self.node.function else ""
+
+
+@dataclass
+class Interpretation:
+    """What a graph does to numbers.
+
+    Attributes:
+        values: What is known of each node.
+        float32: The nodes that compute in float32.
+        clustering: The nodes whose values are close to one number for many operands, such as 0.
+        problems: What needs float32. Of a node that computes in float32, only that its operands
+            have too large an error.
+        unknown: The nodes in 16 bits that multiply what only the data bound, or whose function is
+            not known.
+    """
+
+    values: dict[Node, Value] = field(default_factory=dict)
+    float32: set[Node] = field(default_factory=set)
+    clustering: set[Node] = field(default_factory=set)
+    problems: list[Problem] = field(default_factory=list)
+    unknown: list[Node] = field(default_factory=list)
+
+
+def interpret(
+    nodes: Sequence[Node], number_format: FloatFormat, float32: Set[Hashable] = frozenset()
+) -> Interpretation:
+    """Returns what a graph does to numbers.
+
+    Args:
+        nodes: Its nodes, each after those that it is computed from.
+        number_format: A 16-bit format.
+        float32: The units that compute in float32.
+    """
+    found = Interpretation()
+    for node in nodes:
+        follows = not found.float32.isdisjoint(node.follows if node.units else node.operands)
+        if node.is_float32 or follows or not float32.isdisjoint(node.units):
+            found.float32.add(node)
+        _Step(node, number_format, found).run()
+        if _clusters(node, found):
+            found.clustering.add(node)
+    powers = [each for each in found.problems if each.kind == "range" and each.is_mild]
+    if powers:
+        users: dict[Node, list[Node]] = {node: [] for node in nodes}
+        for node in nodes:
+            for each in node.operands:
+                if isinstance(each, Node):
+                    users[each].append(node)
+        harmless = [each for each in powers if _ends_in_bounded(each.node, users)]
+        found.problems = [each for each in found.problems if each not in harmless]
+    return found
+
+
+def _clusters(node: Node, found: Interpretation) -> bool:
+    function = node.function
+    if function is None or function.is_matrix_product or isinstance(function, Fixed):
+        return False
+    own = isinstance(function, Elementwise) and function.tends_to_number
+    is_probability = bool(function.in_float32) and found.values[node].is_bounded
+    if own or is_probability:
+        return True
+    before = [each for each in node.operands if isinstance(each, Node)]
+    data = [each for each in before if not found.values[each].is_bounded]
+    return found.clustering.issuperset(data) and not found.clustering.isdisjoint(before)
+
+
+def _ends_in_bounded(node: Node, users: Mapping[Node, Sequence[Node]]) -> bool:
+    """Whether only bounded functions, as the tanh in GELU, get powers of data that are infinite."""
+    pending, seen = [node], {node}
+    while pending:
+        each = pending.pop()
+        if not users[each]:
+            return False
+        for user in users[each]:
+            function = user.function
+            if isinstance(function, Elementwise) and function.of([DATA]).value.is_bounded:
+                continue
+            if not isinstance(function, Combination):
+                return False
+            if function.adds_up or function.is_matrix_product:
+                return False
+            if user not in seen:
+                seen.add(user)
+                pending.append(user)
+    return True
+
+
+@dataclass(frozen=True)
+class _Step:
+    """One node of an interpretation."""
+
+    node: Node
+    number_format: FloatFormat
+    found: Interpretation
+
+    @property
+    def is_float32(self) -> bool:
+        return self.node in self.found.float32
+
+    def run(self) -> None:
+        """Adds the value of the node, and its problems."""
+        node, values = self.node, self.found.values
+        operands = [values[each] if isinstance(each, Node) else each for each in node.operands]
+        if node.value is not None:
+            outcome = Outcome(node.value)
+        elif node.function is not None and operands:
+            outcome = node.function.of(operands, node.call)
+        else:
+            outcome = Outcome(DATA)
+        value = self._rounded(outcome, operands)
+        problems = list(self._problems(operands, outcome, value))
+        if problems:  # those of the nodes after it are their own
+            value = replace(value, relative=0.0, absolute=0.0)
+        values[node] = value
+        self.found.problems += problems
+        is_unknown = node.function is None and node.value is None and bool(operands)
+        if self.is_float32:
+            return
+        if is_unknown or _multiplies_data(node, operands, self.number_format):
+            self.found.unknown.append(node)
+
+    def _rounded(self, outcome: Outcome, operands: Sequence[Value]) -> Value:
+        """Returns a result with the error of rounding it.
+
+        The errors of data, which all layers have, do not add up, and a sum with data is one of
+        them, unless these are close to one number, such as -1 after an ELU.
+        """
+        value, function = outcome.value, self.node.function
+        data = [each for each in operands if not each.is_bounded]
+        pairs = zip(self.node.operands, operands, strict=True)
+        clusters = any(
+            each in self.found.clustering for each, known in pairs if not known.is_bounded
+        )
+        is_sum = function is not None and function.is_sum and not clusters
+        adds_up = function is not None and (function.adds_up or function.multiplies)
+        if (len(data) > 1 or (data and (adds_up or is_sum))) and value.growth <= 1:
+            relative = max((each.relative for each in operands if each.is_bounded), default=0.0)
+            # What rounding a sum to numbers of its size loses of the data.
+            added = max(
+                (each.smallest_magnitude for each in operands if each.is_bounded), default=0
+            )
+            lost = 0.0 if self.is_float32 else unit_roundoff(self.number_format) * added
+            absolute = lost + max(each.absolute for each in data)
+            size = value.size if function and function.multiplies else max(x.size for x in data)
+            value = replace(value, relative=relative, absolute=absolute, size=size)
+        is_number = value.low == value.high and _has(self.number_format, value.low)
+        if self.is_float32 or is_number:
+            return value
+        number_format, absolute = self.number_format, value.absolute
+        is_small = value.smallest_magnitude < number_format.smallest_normal
+        is_tiny = value.magnitude < number_format.smallest_normal
+        if is_tiny or (function is not None and function.flushes and is_small):
+            absolute += number_format.smallest_subnormal / 2
+        is_cast = any(each in self.found.float32 for each in self.node.operands)
+        is_exact = function is not None and function.is_exact and not is_cast
+        unit = 0.0 if is_exact else unit_roundoff(number_format)
+        relative = value.relative + unit if value.is_bounded else max(value.relative, unit)
+        return replace(value, relative=relative, absolute=absolute)
+
+    def _problems(
+        self, operands: Sequence[Value], outcome: Outcome, value: Value
+    ) -> Iterator[Problem]:
+        node, result = self.node, outcome.value
+        if node.function is None:
+            return
+        largest = max(operands, key=lambda each: each.magnitude, default=DATA)
+        are_bounded = all(each.is_bounded for each in operands)
+        if not self.is_float32:
+            yield from self._own_problems(operands, outcome, largest)
+        error = _relative_error(value)
+        # Close to where the slope is infinite, an error that is not relative is as large as values.
+        if outcome.slope > _LARGEST_SLOPE and any(each.absolute for each in operands):
+            error = INFINITY
+        # Such as a softmax, which all trainings give rounded numbers.
+        is_usual = bool(node.function.in_float32) and error < INFINITY
+        if error > _LARGEST_LOSS and not is_usual:
+            yield Problem(node, "error", largest, result, error, are_bounded)
+
+    def _own_problems(
+        self, operands: Sequence[Value], outcome: Outcome, largest: Value
+    ) -> Iterator[Problem]:
+        """Yields what float32 mends, whatever the errors of the operands."""
+        node, number_format = self.node, self.number_format
+        function, result = node.function, outcome.value
+        assert function is not None
+        does_for_range = function.needs_range_only and number_format is not FLOAT16
+        if function.in_float32 and not does_for_range:
+            yield Problem(node, "always", largest, result)
+        for number in node.constants:
+            is_ignored = function.ignores_infinity and abs(number) > number_format.max
+            if _is_lost(number, number_format) and not is_ignored:
+                yield Problem(node, "constant", largest, result, number)
+        if does_for_range:
+            return
+
+        # What leaves the range here: what a float32 operand has is not in it yet.
+        pairs = zip(node.operands, operands, strict=True)
+        rounded = [value for each, value in pairs if each not in self.found.float32]
+        before = max((each.growth for each in rounded), default=0.0)
+        sizes = [each.magnitude for each in rounded if each.is_bounded]
+        is_new = result.growth > max(before, 1.0)
+        if result.is_bounded and all(size <= number_format.max for size in sizes):
+            is_new = result.magnitude > number_format.max
+        if function.makes_integers and result.is_bounded:
+            is_new = result.magnitude > number_format.max_exact_integer
+        had_range = all(each.size <= number_format.max for each in rounded)
+        if is_new:
+            yield Problem(node, "range", largest, result, is_certain=result.is_bounded)
+        elif function.multiplies and had_range and result.size > number_format.max:
+            yield Problem(node, "range", largest, result)  # for ordinary data
+        is_power = is_new and result.growth < INFINITY  # its slope is as large as its result
+        if outcome.slope > _LARGEST_SLOPE and not is_power:
+            are_bounded = all(each.is_bounded for each in operands)
+            yield Problem(node, "slope", largest, result, outcome.slope, are_bounded)
+        if outcome.terms > 1 and _adds_too_many(function, outcome.terms, number_format):
+            is_certain = outcome.terms < INFINITY
+            yield Problem(node, "terms", largest, result, outcome.terms, is_certain)
+
+
+def _multiplies_data(node: Node, operands: Sequence[Value], number_format: FloatFormat) -> bool:
+    """Whether a product may leave the range of float16 for large data; small factors may not."""
+    function = node.function
+    if function is None or not function.multiplies or number_format is not FLOAT16:
+        return False
+    sizes = [each.magnitude for each in operands if each.magnitude > _SMALL_FACTOR]
+    return len(sizes) > 1 and math.prod(sizes) > number_format.max
+
+
+def _has(number_format: FloatFormat, number: float) -> bool:
+    """Whether a format has a number of its normal range."""
+    digits = math.frexp(number)[0] * 2.0 ** (number_format.fraction_bits + 1)
+    return digits.is_integer() and number_format.smallest_normal <= abs(number) <= number_format.max
+
+
+def unit_roundoff(number_format: FloatFormat) -> float:
+    """Returns the largest relative error of rounding to a format."""
+    return 2.0 ** -(number_format.fraction_bits + 1)
+
+
+def _relative_error(value: Value) -> float:
+    """Returns the error relative to how the values vary."""
+    if not value.is_bounded:
+        return value.relative + value.absolute / max(1.0, value.size)
+    spread = value.high - value.low
+    error = value.error / spread if spread else 0.0
+    return INFINITY if math.isnan(error) else error
+
+
+def _is_lost(number: float, number_format: FloatFormat) -> bool:
+    """Whether a constant is infinite or 0 in a format."""
+    size = abs(number)
+    is_small = 0.0 < size <= 2.0**number_format.flush_exponent
+    return is_small or number_format.max < size < INFINITY
+
+
+def _loss_of(number: float, number_format: FloatFormat) -> str:
+    if abs(number) > number_format.max:
+        return f"exceeds {number_format.max:g} and overflows in {number_format.name}"
+    smallest = number_format.smallest_subnormal
+    return f"is below {smallest:.0g} and is zero in {number_format.name}"
+
+
+def _adds_too_many(function: Function, terms: float, number_format: FloatFormat) -> bool:
+    if function.most_terms is not None:
+        return terms > function.most_terms and number_format is FLOAT16
+    return terms * unit_roundoff(number_format) > LARGEST_ERROR
+
+
+@dataclass
+class Needs:
+    """What has to be float32 so that nothing leaves the range or loses too much.
+
+    Attributes:
+        own: The problems of each unit that has some.
+        amplified: The units whose rounding errors another unit amplifies, with that one.
+        left: The problems of units that stay in 16 bits; of nodes in no unit by `None`.
+        unknown: The nodes in 16 bits that multiply what only the data bound.
+    """
+
+    own: dict[Hashable, list[Problem]] = field(default_factory=dict)
+    amplified: dict[Hashable, Hashable] = field(default_factory=dict)
+    left: dict[Hashable, list[Problem]] = field(default_factory=dict)
+    unknown: list[Node] = field(default_factory=list)
+
+
+def needing_float32(
+    nodes: Sequence[Node],
+    number_format: FloatFormat,
+    float32: Set[Hashable] = frozenset(),
+    gaining: Set[Hashable] = frozenset(),
+) -> Needs:
+    """Returns what has to be float32.
+
+    Args:
+        nodes: The graph, as in `interpret`.
+        number_format: A 16-bit format.
+        float32: The units that are float32 anyway.
+        gaining: Those that gain from 16 bits, and keep them if ordinary data have no problem.
+    """
+    needs = Needs()
+    while True:
+        chosen = float32 | needs.own.keys() | needs.amplified.keys()
+        found = interpret(nodes, number_format, chosen)
+        needs.left, added = {}, False
+        for problem in found.problems:
+            if problem.node in found.float32:
+                continue
+            # A node in no unit is float32 if what it gets is.
+            unit = _unit_before(problem.node, found)
+            kept = unit is None or (problem.is_mild and unit in gaining)
+            (needs.left if kept else needs.own).setdefault(unit, []).append(problem)
+            added |= not kept
+        if added:
+            continue
+        # What is float32, and is not better for it, has inputs with too large an error.
+        unhelped = [
+            each for each in found.problems if each.kind == "error" and each.node in found.float32
+        ]
+        rounding = _rounding_before(nodes, found) if unhelped else {}
+        for problem in unhelped:
+            for source in rounding[problem.node]:
+                is_free = chosen.isdisjoint(source.units) and source.units[0] not in gaining
+                if not (problem.node.units and is_free):
+                    continue
+                if source.units[0] == problem.node.units[0]:
+                    needs.own.setdefault(source.units[0], []).append(problem)
+                else:
+                    needs.amplified.setdefault(source.units[0], problem.node.units[0])
+        if needs.amplified.keys() | needs.own.keys() <= chosen:
+            needs.unknown = found.unknown
+            return needs
+
+
+def _unit_before(node: Node, found: Interpretation) -> Hashable | None:
+    """Returns the unit of a node, or else that of a closest node before it that is not float32."""
+    pending, seen = [node], set[Node]()
+    while pending:
+        each = pending.pop(0)
+        if each in seen:
+            continue
+        seen.add(each)
+        if each.units:
+            return each.units[0]
+        before = [operand for operand in each.operands if isinstance(operand, Node)]
+        pending += [other for other in before if other not in found.float32 and other not in seen]
+    return None
+
+
+def _rounding_before(nodes: Iterable[Node], found: Interpretation) -> dict[Node, set[Node]]:
+    """Returns the closest nodes before each that round to 16 bits, and what passes their results.
+
+    Not those whose results are as large as the data: the sum of two values of any size, such as a
+    residual connection, is not small.
+    """
+    before: dict[Node, set[Node]] = {}
+    passed: dict[Node, set[Node]] = {}  # what of a node and of those before it is to blame
+    for node in nodes:
+        before[node] = set()
+        for each in node.operands:
+            if isinstance(each, Node):
+                before[node] |= passed[each]
+        is_exact = node.function is not None and node.function.is_exact
+        passed[node] = set()
+        if node in found.float32:
+            passed[node] = before[node]
+        elif node.units and _is_small(node, found) and (before[node] or not is_exact):
+            passed[node] = {node} | (before[node] if is_exact else set())
+    return before
+
+
+def _is_small(node: Node, found: Interpretation) -> bool:
+    """Whether the results of a node may all be small, or close to a number other than 0."""
+    if node.value is not None:
+        return False
+    value, values = found.values[node], found.values
+    if value.is_bounded:
+        return node in found.clustering
+    operands = [values[each] if isinstance(each, Node) else each for each in node.operands]
+    is_one_of_data = sum(not each.is_bounded for each in operands) <= 1
+    tends_to_number = any(math.isfinite(end) and end != 0.0 for end in (value.low, value.high))
+    return (value.absolute > 0.0 or tends_to_number) and is_one_of_data

@@ -1,0 +1,77 @@
+"""What the table says of functions beside their ranges and errors."""
+
+import numpy as np
+import pytest
+import tensorflow as tf
+from keras import ops
+
+from kmp.numerics.functions import (
+    FUNCTIONS,
+    einsum_function,
+    keras_function,
+    steepness,
+    tensorflow_function,
+)
+
+
+@pytest.mark.parametrize(
+    ("subscripts", "name"),
+    [
+        ("bij->bji", "move"),
+        ("bii->bi", "move"),
+        ("btc->bc", "sum"),
+        ("bt...->b...", "sum"),
+        ("bii", "sum"),
+        ("bii->b", "sum"),
+        ("bi,bi->b", "sum of products"),
+        ("btc,btc->", "sum of products"),
+        ("btc,bd->bd", "sum of products"),
+        ("bi,bi->bi", "product"),
+        ("bi,bj->bij", "product"),
+        ("...ij,jk", "matrix product"),
+        ("bij,bj->bi", "matrix product"),
+        ("bij,bjk,bkl->bil", "matrix product"),
+    ],
+)
+def test_einsum_is_what_its_subscripts_compute(subscripts, name):
+    assert einsum_function(subscripts).name == name
+
+
+@pytest.mark.parametrize("kind", ["Pow", "RealDiv", "Reciprocal", "Rsqrt", "Div", "FloorDiv"])
+def test_row_that_divides_is_infinite_where_it_divides_by_0(kind):
+    operands = {"Pow": [0.0, -1.0], "Reciprocal": [0.0], "Rsqrt": [0.0]}.get(kind, [1.0, 0.0])
+    arguments = [tf.constant(each, "float32") for each in operands]
+    names = ["x", "y"][: len(arguments)]
+    result = getattr(tf.raw_ops, kind)(**dict(zip(names, arguments, strict=True)))
+    assert np.isinf(result)
+    assert tensorflow_function(kind).divides
+
+
+def test_rows_of_positive_numbers_say_so():
+    positive = {each.name for each in FUNCTIONS if each.domain[0] == 0.0}
+    assert {"logarithm", "power", "reciprocal of the root", "root"} <= positive
+    assert np.isnan(ops.log(np.float32(-1.0)))
+
+
+@pytest.mark.parametrize(("kind", "largest"), [("Sigmoid", 16.6), ("Tanh", 8.7)])
+def test_function_that_saturates_knows_its_largest_operand_below_1_in_float32(kind, largest):
+    found = tensorflow_function(kind).largest_below_one
+    assert found == pytest.approx(largest, abs=0.1)
+    operands = tf.constant([found - 0.1, found + 1.0], "float64")
+    below, above = tf.cast(getattr(tf.raw_ops, kind)(x=operands), "float32")
+    assert below < 1.0 == above
+
+
+@pytest.mark.parametrize("kind", ["Exp", "Sin", "Relu", "Softplus", "Sign"])
+def test_function_that_does_not_saturate_has_no_such_operand(kind):
+    assert getattr(tensorflow_function(kind), "largest_below_one", np.inf) == np.inf
+
+
+def test_powers_and_exponentials_are_steeper_than_sums_and_means():
+    kinds = ["Pow", "Exp", "L2Loss", "Square", "RealDiv", "Rsqrt", "Log", "Mul", "Sum", "Mean"]
+    assert sorted(kinds, key=steepness) == kinds
+    assert steepness("unheard of") > steepness("Mean")
+
+
+def test_composite_operations_have_no_name():
+    assert [name for name in ("var", "std", "logsumexp", "psnr") if keras_function(name)] == []
