@@ -258,6 +258,15 @@ PATCHES = (
         link="A layer that is created in a call has the global policy",
     ),
     Patch(
+        owner="keras:Layer",
+        name="_dtype_policy",
+        make="kmp.backend.layer_trace:policy_attribute_patch",
+        when=(Reason.REPLAY,),
+        promise="`kmp.audit` and `kmp.convert` see what custom layers do in 16 bits",
+        link=_NEEDED_BY_REPLAY,
+        is_new=True,
+    ),
+    Patch(
         owner="tensorflow.python.framework.ops",
         name="_create_graph_constant",
         make="kmp.backend.step_graph:constant_patch",

@@ -1,0 +1,33 @@
+"""Which function of `kmp.numerics` a layer or operation of Keras computes."""
+
+from typing import Any
+
+import keras
+
+from kmp.backend.keras_internals import is_keras_class
+from kmp.numerics import Function, einsum_function, keras_function
+
+
+def function_of(operation: keras.Operation) -> Function | None:
+    """Returns the row of a class of layers or operations, or of its base class."""
+    name, attributes = type(operation).__name__, vars(operation)
+    if name == "Einsum":
+        return einsum_function(attributes["subscripts"])
+    if name == "Round" and attributes.get("decimals"):
+        return keras_function("round_to_decimals")
+    names = (base.__name__ for base in type(operation).__mro__ if is_keras_class(base))
+    return next(filter(None, map(keras_function, names)), None)
+
+
+def function_of_activation(activation: Any) -> Function | None:
+    """Returns the row of an activation: a layer, or a function of Keras or TensorFlow.
+
+    A function of the user may have the name of one of theirs and compute another.
+    """
+    if isinstance(activation, keras.Layer):
+        return function_of(activation)
+    library = (getattr(activation, "__module__", None) or "").partition(".")[0]
+    if library not in ("keras", "tensorflow"):
+        return None
+    # TensorFlow calls its softmax `softmax_v2`.
+    return keras_function(getattr(activation, "__name__", "").removesuffix("_v2"))
