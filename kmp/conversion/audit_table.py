@@ -7,8 +7,8 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from kmp.conversion.op_rule import NEEDS_FLOAT32
 from kmp.conversion.plan import Plan
+from kmp.conversion.precision import NEEDS_FLOAT32
 from kmp.conversion.step_traffic import StepTraffic
 from kmp.diagnosis.format_errors import FormatErrors, formats_compared
 from kmp.utils.displayed import Displayed

@@ -25,8 +25,8 @@ from kmp.conversion.model_parts import (
     output_operations,
     parts_of,
 )
-from kmp.conversion.op_rule import FOLLOWS_INPUTS
 from kmp.conversion.plan import Plan, make_plan
+from kmp.conversion.precision import FOLLOWS_INPUTS, precision_of
 from kmp.conversion.step_traffic import step_traffic
 from kmp.conversion.tensor_cores import unaligned_dimensions
 from kmp.diagnosis.format_errors import FormatErrors
@@ -43,6 +43,10 @@ from kmp.utils.float_formats import (
 
 def audit(model: keras.Model, batch: Any = None, policy: str | None = None) -> Audit:
     """Returns the dtypes of each layer and operation, and whether it needs float32 and why.
+
+    The reasons come from the range and the rounding error of what is computed, for any data. The
+    code of custom layers, `Lambda` layers, functions and subclassed models is traced for this, and
+    not run; a reason in it names the file and line. The rows of what cannot be traced say so.
 
     The result also says whether Keras compiles the model with XLA, and if not, why. For a model
     that already computes in 16 bits, it has the share of the bytes of a training step that is
@@ -86,7 +90,8 @@ def audit(model: keras.Model, batch: Any = None, policy: str | None = None) -> A
         is_bfloat16 = computing_format(compute_dtypes(model)) is BFLOAT16
         policy = "mixed_bfloat16" if is_bfloat16 else "mixed_float16"
     policy = Plan(policy).policy
-    parts = parts_of(model, policy)
+    precision = precision_of(model, policy)
+    parts = parts_of(model, precision)
     plan = make_plan(model, parts, policy)
     quantized = is_quantized(model)
     if quantized and batch is not None:
@@ -108,7 +113,7 @@ def audit(model: keras.Model, batch: Any = None, policy: str | None = None) -> A
         rows=tuple(rows),
         plan=plan,
         conversion_error=error,
-        notes=tuple(_notes(model, promoted.values())),
+        notes=(*_notes(model, promoted.values()), *precision.notes),
         traffic=traffic,
         jit_compile=jit_compilation(model),
         formats=formats,
@@ -204,7 +209,7 @@ def _passes_by_format(passes: Passes, plan: Plan, batch: Any) -> Iterator[tuple[
         return
     for name in (number_format, OTHER_FORMATS[number_format]):
         policy = plan.policy.replace(number_format, name)
-        parts = parts_of(model, policy)
+        parts = parts_of(model, precision_of(model, policy))
         clone, operations = clone_model(model, parts, make_plan(model, parts, policy))
         yield name, inference_passes(clone, operations, batch).in_own_precision()
 

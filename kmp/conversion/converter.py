@@ -13,11 +13,12 @@ from kmp.backend.patching import patches
 from kmp.conversion.cloning import clone_model
 from kmp.conversion.compile_state import transfer_compile_state
 from kmp.conversion.model_parts import Part, check_built, check_not_float64, is_quantized, parts_of
-from kmp.conversion.op_rule import NEEDS_FLOAT32
 from kmp.conversion.overflow_search import clone_without_overflow
 from kmp.conversion.plan import Plan, extend_plan, make_plan
-from kmp.conversion.unknown_ranges import unknown_ranges
-from kmp.utils.float_formats import DTYPES_16_BIT, FLOAT16
+from kmp.conversion.precision import NEEDS_FLOAT32, precision_of
+from kmp.utils.float_formats import DTYPES_16_BIT, FLOAT16, FLOAT32
+
+_MOST_NAMED = 6
 
 logger = logging.getLogger("kmp")
 
@@ -44,8 +45,11 @@ def convert(
 
     - Keras does not know the output layers of a subclassed model: pass them to `keep_float32`, or
       cast the outputs.
-    - The rules do not inspect custom functions. `Lambda` layers stay float32; the softmax inside
-      attention layers uses the dtype of the layer.
+    - A custom layer or function is traced, and stays float32 as a whole if its code needs that. One
+      that multiplies matrices runs in 16 bits if only large data are a problem, such as those of a
+      product or a long sum, which is logged. So does a layer whose code cannot be traced; such a
+      function stays float32.
+    - The softmax inside attention layers uses the dtype of the layer.
     - Custom layers and models that create sublayers in code get the policy, and sublayers that need
       float32 get float32. Operations in such a functional graph cannot be changed, which is logged.
       `BatchNormalization` remains Keras' own there, and symbolic tensors have the dtypes of the
@@ -68,7 +72,7 @@ def convert(
         batch: An input of the model, such as an array. Layers whose output overflows with it in 16
             bits but not in float32 stay float32 too, until no output overflows, or a layer next to
             them or around them if that is what it takes; they are logged under `"kmp"`. Without a
-            batch, what may overflow float16 by the range of the data is logged.
+            batch, the layers in float16 that large data may overflow are logged.
 
     Returns:
         The new model; `model` itself if it already computes in 16 bits or is quantized, which is
@@ -88,18 +92,18 @@ def convert(
     """
     check_built(model)
     if isinstance(policy, Plan):
-        parts = parts_of(model, policy.policy)
+        parts = parts_of(model)
         plan = extend_plan(policy, parts, keep_float32)
     else:
         policy = Plan(policy).policy
-        parts = parts_of(model, policy)
+        parts = parts_of(model, precision_of(model, policy))
         plan = make_plan(model, parts, policy, keep_float32)
     if _cannot_be_converted(model):
         return model
     check_not_float64(model)
     _log_what_cannot_be_set(parts, plan)
     if batch is None:
-        paths = unknown_ranges(parts, plan)
+        paths = _depending_on_data(parts, plan)
         if paths:
             logger.warning(
                 "Whether these overflow float16 depends on the data: %s. Pass `batch` to"
@@ -176,3 +180,17 @@ def _log_what_cannot_be_set(parts: list[Part], plan: Plan) -> None:
                 type(part.parent).__name__,
                 part.rule.reason,
             )
+
+
+def _depending_on_data(parts: list[Part], plan: Plan) -> str:
+    """Returns the paths of what may leave the range of float16 with some data; empty if none."""
+    if plan.compute_dtype != FLOAT16.name:  # bfloat16 has the range of float32
+        return ""
+    found = [
+        part.path
+        for part in parts
+        if part.is_planned and part.rule.unknown and plan.policy_of(part.path) != FLOAT32.name
+    ]
+    if len(found) > _MOST_NAMED:
+        found[_MOST_NAMED:] = [f"and {len(found) - _MOST_NAMED} more"]
+    return ", ".join(found)

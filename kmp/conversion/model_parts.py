@@ -18,8 +18,7 @@ from kmp.backend.keras_internals import (
     is_passthrough,
     sublayers,
 )
-from kmp.conversion.op_rule import FOLLOWS_INPUTS, OpRule
-from kmp.conversion.precision_rules import rule_for
+from kmp.conversion.precision import Precision, Rule
 from kmp.utils.names import unique_names
 
 WRAPPERS = (
@@ -53,7 +52,7 @@ class Part:
     path: str
     operation: keras.Operation
     parent: keras.Layer
-    rule: OpRule
+    rule: Rule
     is_planned: bool
     obstacle: str
 
@@ -68,10 +67,14 @@ class Part:
         return self.path.rpartition("/")[0]
 
 
-def parts_of(model: keras.Model, policy: str = "mixed_float16") -> list[Part]:
-    """Returns all layers and operations of a model, with their rules for a 16-bit policy.
+def parts_of(model: keras.Model, precision: Precision | None = None) -> list[Part]:
+    """Returns all layers and operations of a model, with their rules.
 
     They are in graph order, parents before children. Shared ones are listed once.
+
+    Args:
+        model: A built model.
+        precision: What needs float32; by default nothing is known of that.
     """
     parts: dict[int, Part] = {}
 
@@ -91,9 +94,9 @@ def parts_of(model: keras.Model, policy: str = "mixed_float16") -> list[Part]:
             is_input = isinstance(operation, keras.layers.InputLayer)
             is_planned = (is_layer or is_in_config) and not (is_input or is_created_by_keras)
             if is_created_by_keras:
-                rule = OpRule(FOLLOWS_INPUTS, f"uses the dtype of {parent.name}, which creates it")
+                rule = Rule(reason=f"uses the dtype of {parent.name}, which creates it")
             else:
-                rule = rule_for(operation, policy)
+                rule = precision.rule_of(operation) if precision else Rule()
             config = _config_of_custom(operation)
             obstacle = ""
             # The policy of a model can be set, and that of a sublayer that a custom layer creates

@@ -5,7 +5,7 @@ A plan can be saved, reviewed, edited and applied.
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from typing import Any
@@ -13,9 +13,8 @@ from typing import Any
 import keras
 
 from kmp.backend import keras_internals
-from kmp.conversion.amplified import amplified_paths
 from kmp.conversion.model_parts import WRAPPERS, Part, output_operations
-from kmp.conversion.op_rule import FOLLOWS_INPUTS, NEEDS_FLOAT32
+from kmp.conversion.precision import FOLLOWS_INPUTS, NEEDS_FLOAT32
 from kmp.utils import atomic_files, validation
 from kmp.utils.float_formats import FLOAT32, FORMATS_16_BIT
 from kmp.utils.names import path_and_parents
@@ -161,8 +160,11 @@ def make_plan(model: keras.Model, parts: list[Part], policy: str, keep_float32: 
         float32[part.path] = reason
 
     # What is float32 because of others.
-    for path, reason in amplified_paths(planned):
-        float32.setdefault(path, reason)
+    path_of: dict[Hashable, str] = {id(part.operation): part.path for part in parts}
+    for part in planned:
+        amplifier = path_of.get(part.rule.amplified_by)
+        if amplifier is not None:
+            float32.setdefault(part.path, f"{amplifier} amplifies its rounding errors")
     for path in _paths_with_float32_inputs(model, planned, float32):
         float32[path] = "all its inputs are float32"
     return _completed(Plan(policy, float32), parts)

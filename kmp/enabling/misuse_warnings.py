@@ -5,11 +5,12 @@ from collections.abc import Iterator
 import keras
 
 from kmp.backend import keras_internals
+from kmp.backend.keras_functions import function_of_activation
 from kmp.backend.keras_internals import compute_dtypes, output_layers
 from kmp.enabling.active_settings import current_settings
 from kmp.guarding.guarded_step import guarded_step_of, has_keras_step
 from kmp.guarding.model_optimizers import all_optimizers_of
-from kmp.layers.float32_rules import SIGMOID, SOFTMAX, Moment, float32_rule
+from kmp.numerics import keras_function
 from kmp.optimizer import LossScaleOptimizer
 from kmp.utils import user_messages
 from kmp.utils.float_formats import FLOAT16, FLOAT32
@@ -57,21 +58,23 @@ def _activations_in_float16(
     as the output, but its sigmoid may be that of a gate.
     """
     has_graph = bool(keras_internals.graph_tensors(layer, "outputs"))
-    policy = keras.DTypePolicy("mixed_float16")
     for child in output_layers(layer):
-        rule = float32_rule(child, policy, Moment.COMPILE)
-        if rule is None or (rule is SIGMOID and not has_graph):
+        activation = getattr(child, "activation", child)
+        function = function_of_activation(activation)
+        is_softmax = function is not None and bool(function.in_float32)
+        is_sigmoid = function is keras_function("sigmoid") and has_graph
+        if function is None or not (is_softmax or is_sigmoid):
             yield from _activations_in_float16(child, is_cross_entropy)
             continue
-        is_harmful = rule is SOFTMAX or is_cross_entropy
-        if not is_harmful or child.compute_dtype != FLOAT16.name:
+        is_harmful = is_softmax or is_cross_entropy
+        dtype = getattr(activation, "compute_dtype", child.compute_dtype)
+        if not is_harmful or dtype != FLOAT16.name:
             continue
-        function = "softmax" if rule is SOFTMAX else "sigmoid"
         remedy = f"{type(child).__name__}(..., dtype='float32')"
         is_only_activation = isinstance(child, keras.layers.Softmax | keras.layers.Activation)
-        if rule is SOFTMAX and is_only_activation:
+        if is_softmax and is_only_activation:
             remedy = "kmp.layers.Softmax()"
-        yield f"the {function} of output layer {child.name!r}", remedy
+        yield f"the {function.name} of output layer {child.name!r}", remedy
 
 
 _NOT_FLOAT16 = (

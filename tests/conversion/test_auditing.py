@@ -49,11 +49,12 @@ def test_path_starts_with_that_of_the_parent_and_differs_for_layers_of_one_name(
 def test_row_has_dtypes_category_reason_and_source():
     model, _ = models.operations()
     rows = rows_of(model)
-    exp = next(row for path, row in rows.items() if path.startswith("exp"))
-    assert (exp.compute_dtype, exp.variable_dtype, exp.output_dtype) == ("float32", None, "float32")
-    assert (exp.category, exp.planned_dtype) == ("float32", "float32")
-    assert exp.reason == "exponentials overflow float16: exp(12) > 65504"
-    assert exp.source == "torch.amp's op reference, TensorFlow's auto_mixed_precision_lists.h"
+    power = next(row for path, row in rows.items() if path.startswith("power"))
+    dtypes = power.compute_dtype, power.variable_dtype, power.output_dtype
+    assert dtypes == ("float32", None, "float32")
+    assert (power.category, power.planned_dtype) == ("float32", "float32")
+    assert power.reason == "powers overflow float16: 256 squared > 65504"
+    assert power.source == "torch.amp's op reference, TensorFlow's auto_mixed_precision_lists.h"
     first = rows["first"]
     assert (first.variable_dtype, first.category, first.planned_dtype) == (
         "float32",

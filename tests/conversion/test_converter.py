@@ -149,6 +149,29 @@ class Doubling(layers.Layer):
         return inputs * 2.0
 
 
+class Untraceable(Doubling):
+    """Needs the number of rows, which a trace does not know."""
+
+    def call(self, inputs):
+        int(inputs.shape[0])
+        return super().call(inputs)
+
+    def compute_output_shape(self, shape):
+        return shape
+
+
+class Similarity(layers.Layer):
+    def __init__(self, **arguments):
+        super().__init__(**arguments)
+        self.project = layers.Dense(8)
+
+    def build(self, shape):
+        self.project.build(shape)
+
+    def call(self, inputs):
+        return ops.matmul(ops.transpose(inputs), self.project(inputs))
+
+
 def products(x):
     """Each of these is in range or not by the data."""
     gated = layers.Multiply(name="swiglu")([layers.Dense(8, "silu")(x), layers.Dense(8)(x)])
@@ -169,9 +192,11 @@ def safe_operations(x):
     [
         (products, "swiglu, matmul, multiply, matmul_1"),
         (safe_operations, ""),
-        (Doubling(name="custom"), "custom"),
+        (Doubling(name="custom"), ""),
+        (Untraceable(name="custom"), "custom"),
+        (Similarity(name="custom"), "custom"),
     ],
-    ids=["products", "safe", "custom layer"],
+    ids=["products", "safe", "custom layer", "untraceable layer", "products in a layer"],
 )
 def test_conversion_without_a_batch_names_what_may_overflow_by_the_range_of_the_data(
     function, named, caplog

@@ -117,18 +117,19 @@ def test_layer_that_cannot_be_float32_alone_keeps_the_layer_around_it_in_float32
 
 
 @keras.saving.register_keras_serializable(package="tests.overflow")
-class ExpBetween(keras.Model):
+class ProductBetween(keras.Model):
     def __init__(self, **kwargs):
         super().__init__(**kwargs)
         self.first = layers.Dense(4, name="first", kernel_initializer="identity")
         self.last = layers.Dense(2, name="last")
 
     def call(self, inputs):
-        return self.last(ops.log(ops.exp(self.first(inputs))))
+        hidden = 100.0 * self.first(inputs)
+        return self.last(ops.matmul(hidden, ops.transpose(hidden)) / 1e4)
 
 
 def test_layer_before_an_operation_that_overflows_in_custom_code_stays_float32(caplog):
-    model, batch = ExpBetween(), np.full((2, 4), 12.0, "float32")
+    model, batch = ProductBetween(), np.full((2, 4), 12.0, "float32")
     model(batch)
     converted = kmp.convert(model, batch=batch)
     assert float32_layers(converted) == {"first"}
@@ -138,7 +139,7 @@ def test_layer_before_an_operation_that_overflows_in_custom_code_stays_float32(c
 
 
 @keras.saving.register_keras_serializable(package="tests.overflow")
-class ExpOfInput(ExpBetween):
+class ExpOfInput(ProductBetween):
     def call(self, inputs):
         outputs = self.last(self.first(inputs))
         largest = ops.max(ops.exp(ops.cast(inputs, self.compute_dtype)))
@@ -156,9 +157,13 @@ def test_overflow_that_no_layer_avoids_is_logged_and_adds_no_layer(caplog):
 
 @keras.saving.register_keras_serializable(package="tests.overflow")
 class LogOfRest(layers.Layer):
-    """Takes the logarithm of 1 - p, where p is clipped to a number that is 1 in bfloat16."""
+    """Takes the logarithm of 1 - p, where p is clipped to a number that is 1 in bfloat16.
+
+    kmp cannot look into it without a batch.
+    """
 
     def call(self, x):
+        int(x.shape[0])
         return ops.log(1.0 - ops.minimum(ops.sigmoid(20.0 * x), 1.0 - 1e-4))
 
     def compute_output_shape(self, shape):

@@ -19,7 +19,7 @@ from kmp.layers.float32_rules import RULES, Moment
 OUTPUT = "model output"  # a layer does not know at its creation that it is one
 SOFTMAX = "exp, sum and division"  # nor whether its softmax is one; `compile` warns of it
 ACTIVATION = "overflow float16"  # nor whether its exponential is one
-CUSTOM = "a custom function"  # of a program that is written for 16 bits
+CUSTOM = "powers overflow float16"  # of a program that is written for 16 bits
 ADDS_LOSS = "calls add_loss"  # it has no sublayers yet
 WRAPS = "wraps "  # the wrapper is created before or after the layer; it computes nothing itself
 INPUTS = "all its inputs are float32"  # only a graph has inputs
@@ -123,7 +123,7 @@ CASES = {
         {"relu": INPUTS},
     ),
     "block": (lambda: ending(Block(8, name="block")), {}),
-    "lambda": (lambda: ending(layers.Lambda(lambda x: 2 * x, name="twice")), {"twice": CUSTOM}),
+    "lambda": (lambda: ending(layers.Lambda(keras.ops.square, name="twice")), {"twice": CUSTOM}),
     "adds a loss": (lambda: ending(AddsLoss(name="adds")), {"adds": ADDS_LOSS}),
     "epsilon": (lambda: ending(HasEpsilon(name="divides")), {"divides": EPSILON}),
     "float ids": (rounds_float_ids, {"tokens": ROWS, "tokens/table": "inside tokens"}),

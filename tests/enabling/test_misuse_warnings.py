@@ -226,7 +226,8 @@ def test_softmax_in_float16_warns_at_compile(enabled, name):
     make_head, remedy = SOFTMAXES[name]
     model = keras.Sequential([keras.Input((4,)), *make_head()])
     remedy = re.escape(f"Write {remedy} instead. kmp.layers.Softmax() computes")
-    with one_warning(f"computes in float16: the softmax of output layer '.*{remedy}"):
+    function = "the logarithm of the softmax" if name == "log_softmax" else "the softmax"
+    with one_warning(f"computes in float16: {function} of output layer '.*{remedy}"):
         model.compile("sgd", "sparse_categorical_crossentropy")
     model.compile("adam", "sparse_categorical_crossentropy")
 
