@@ -1,36 +1,44 @@
 """What an operation does that returns NaN or Inf: which functions do so, and for what operands."""
 
 from kmp.diagnosis.observations import Observations
+from kmp.numerics import between, tensorflow_function
 from kmp.records import Replay
 from kmp.records.replay import LOSS_FUNCTION, NonfiniteOperation
-
-_DIVISIONS = ("RealDiv", "Rsqrt", "Reciprocal", "Inv", "Div", "Xdivy", "Pow")
-_LOGARITHMS = ("Log", "Log1p", "Xlogy", "Xlog1py")
-_OF_POSITIVE_NUMBERS = (*_LOGARITHMS, "Sqrt", "Rsqrt", "Pow")
-# Operations of the backward pass: the slopes of roots and reciprocals, infinite at 0.
-_SLOPES = ("SqrtGrad", "RsqrtGrad", "ReciprocalGrad", "InvGrad")
+from kmp.utils.float_formats import FLOAT16
 
 
 def divides_by_zero(found: NonfiniteOperation) -> bool:
     """Whether an operation divides by 0."""
-    return found.operation in _DIVISIONS and found.smallest_input == 0.0
+    function = tensorflow_function(found.operation)
+    return function is not None and function.divides and found.smallest_input == 0.0
 
 
 def is_logarithm(found: NonfiniteOperation) -> bool:
     """Whether an operation is a logarithm."""
-    return found.operation in _LOGARITHMS
+    function = tensorflow_function(found.operation)
+    return function is not None and function.name == "logarithm"
 
 
 def is_slope(found: NonfiniteOperation) -> bool:
-    """Whether an operation is the slope of a root, which is infinite at 0."""
-    return found.operation in _SLOPES
+    """Whether an operation of the backward pass is the slope of a root, which is infinite at 0.
+
+    Or that of a reciprocal.
+    """
+    if not found.operation.endswith("Grad"):
+        return False
+    function = tensorflow_function(found.operation.removesuffix("Grad"))
+    if function is None:
+        return False
+    return function.of([between(0.0, 1.0)]).slope > FLOAT16.max
 
 
 def function_of_negative(found: NonfiniteOperation) -> str:
     """Returns the function that an operation takes of a negative number; empty if it does not."""
-    if found.operation not in _OF_POSITIVE_NUMBERS or not found.has_negative_input:
+    function = tensorflow_function(found.operation)
+    if function is None or not found.has_negative_input:
         return ""
-    return "logarithm" if is_logarithm(found) else "root"
+    is_of_positive = function.domain[0] >= 0.0 or is_logarithm(found)
+    return function.name if is_of_positive else ""
 
 
 def lost_constants(run: Observations, replay: Replay, layer: str) -> list[float]:

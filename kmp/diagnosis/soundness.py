@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 
 from kmp.diagnosis import thresholds
+from kmp.numerics import steepness
 from kmp.records import Replay
 from kmp.records.replay import (
     LOSS_FUNCTION,
@@ -18,12 +19,6 @@ from kmp.records.replay import (
 from kmp.records.step_facts import CodeLine, StepFacts
 from kmp.utils.float_formats import BFLOAT16, FLOAT16, FloatFormat
 
-# Functions whose results overflow or vanish for operands of common size, the steepest first.
-_STEEP = (
-    *("Pow", "Exp", "Expm1", "L2Loss", "Square", "SquaredDifference", "RealDiv", "Reciprocal"),
-    *("Rsqrt", "Log", "Log1p", "Mul", "Sum", "Mean"),
-)
-
 
 def in_float16(facts: StepFacts | None) -> list[CodeLine]:
     """Returns what rounds in float16 between the outputs of layers and the loss.
@@ -32,8 +27,7 @@ def in_float16(facts: StepFacts | None) -> list[CodeLine]:
     """
     found = facts.operations_in_16_bits if facts else None
     in_float16 = [each for each in found or () if each.dtype == FLOAT16.name]
-    steepness = {operation: index for index, operation in enumerate(_STEEP)}
-    return sorted(in_float16, key=lambda each: steepness.get(each.operation, len(_STEEP)))
+    return sorted(in_float16, key=lambda each: steepness(each.operation))
 
 
 def unconverged(errors: Sequence[GradientError]) -> list[GradientError]:

@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 
 from msgspec import Meta
 
+from kmp.numerics.losses import LossKind
 from kmp.records.log_types import (
     MOST_VARIABLES,
     Count,
@@ -229,19 +230,24 @@ class LossyOperation:
         layer: Path of the layer that ran it, or `"the loss function"`.
         operation: TensorFlow's type of the operation, such as `"Sub"`.
         kind: `"cancellation"`: a difference that is small beside its operands. `"phase"`: a
-            periodic function of a large number. `"saturation"`: a result that is exactly 1, and
-            not in float32. `"lost_terms"`: a sum that keeps few bits of its small terms. `"index"`:
-            a cast to integers of numbers between which 16 bits have no others.
+            periodic function of a large number. `"amplification"`: another function that enlarges
+            the relative error of its operands, such as a logarithm of numbers close to 1.
+            `"saturation"`: a result at a limit of the function, which it does not reach in float32.
+            `"lost_terms"`: a sum that keeps few bits of its small terms, or another result that
+            varies little beside its size. `"index"`: a cast to integers of numbers between which 16
+            bits have no others.
         dtype: The dtype of its result; of a cast, that of the floats.
-        largest_input: The largest magnitude among its inputs, of a long sum among the partial sums.
-        typical: The root mean square of the results; of a sum, of the small terms.
+        largest_input: The largest magnitude among its inputs; of lost terms, also among its
+            results.
+        typical: The root mean square of the results; of lost terms, of these, or of how the results
+            vary; of saturation, the limit.
         share: The share of the results with this loss.
         error: An estimate of the error of the results, relative to how they vary.
     """
 
     layer: Text
     operation: Text
-    kind: Literal["cancellation", "phase", "saturation", "lost_terms", "index"]
+    kind: LossKind
     dtype: Text
     largest_input: Magnitude
     typical: Magnitude
@@ -263,8 +269,8 @@ class Overflow:
         outputs: The layers whose outputs were not finite, in the order of their calls.
         magnitudes: The largest finite magnitude of each layer's outputs in float32, by layer path,
             in the order of their calls; of large outputs, of a part of the values.
-        underflows: The largest share of the results of an operation that are 0 in float16 though
-            its operands are not, by layer; zeros are omitted. Measured in a finite pass.
+        underflows: The largest share of the results of an operation that are 0 in float16 and not
+            in float32, by layer; zeros are omitted. Measured in a finite pass.
         lossy: The operation of each layer that loses most, the largest error first, in a finite
             pass.
         rounded: The constants whose rounding makes the pass in float32 NaN or Inf; `None` without

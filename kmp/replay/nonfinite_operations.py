@@ -14,19 +14,6 @@ from kmp.records.replay import NonfiniteOperation
 from kmp.utils.float_formats import FLOAT16, FLOAT32
 
 MOST_NONFINITE = 8
-# Elementwise operations whose result is 0 only for an operand that is 0, or by underflow. A
-# difference is none of them.
-WITHOUT_CANCELLATION = (
-    "Cast",
-    "Div",
-    "Exp",
-    "Mul",
-    "Pow",
-    "RealDiv",
-    "Reciprocal",
-    "Rsqrt",
-    "Square",
-)
 
 Nonfinite = Literal["inf", "nan"]
 
@@ -58,8 +45,8 @@ class NonfiniteOperations:
     Attributes:
         found: The operations.
         layers_done: For each of them, how many layers had returned.
-        underflows: The largest share of the results of a forward operation that are 0 in float16,
-            though its operands are not, by layer.
+        underflows: The largest share of the results of a forward operation that are 0 in float16
+            and not in float32, by layer.
         lost_constants: The scalars of float32 operations that are zero or infinite in float16, by
             layer.
     """
@@ -80,13 +67,10 @@ class NonfiniteOperations:
         if value not in constants and len(constants) < MOST_NONFINITE:
             constants.append(value)
 
-    def add_underflow(
-        self, layer: str, operands: Sequence[FloatValues], result: FloatValues
-    ) -> None:
-        """Adds what an operation makes 0 in float16 out of operands that are not."""
-        is_lost = result.array == 0
-        for operand in operands:
-            is_lost = is_lost & (operand.array != 0)
+    def add_underflow(self, layer: str, exact: np.ndarray, result: np.ndarray) -> None:
+        """Adds the results of an operation that are 0 in float16 and not in float32."""
+        with np.errstate(over="ignore"):
+            is_lost = (result == 0) & (exact.astype(np.float32) != 0)
         share = float(np.mean(is_lost)) if is_lost.size else 0.0
         if share:
             self.underflows[layer] = max(share, self.underflows.get(layer, 0.0))

@@ -9,12 +9,13 @@ import tensorflow as tf
 from kmp.backend.step_graph import StepGraph
 from kmp.backend.step_places import LayerCall
 from kmp.gradients.step_facts import line_of
+from kmp.numerics import tensorflow_function
+from kmp.numerics.losses import exact_result, is_elementwise, is_long_sum
 from kmp.records.replay import LossyOperation, NonfiniteOperation
 from kmp.replay.arrays import array_of
 from kmp.replay.layer_results import counts_of_nonfinite, sample
-from kmp.replay.lossy_operations import CLASSIFIED, classify_operation, worst_by_layer
+from kmp.replay.lossy_operations import classify_operation, worst_by_layer
 from kmp.replay.nonfinite_operations import (
-    WITHOUT_CANCELLATION,
     FloatValues,
     Nonfinite,
     NonfiniteOperations,
@@ -121,18 +122,17 @@ class OperationWatch:
 
     def _samples_of(self, view: ProgramView, watched: _Watched) -> list[tf.Tensor]:
         """Returns values of the operands and the result that belong together."""
-        kind, operation = watched.operation.type, watched.operation
+        operation = watched.operation
         operands = [view.find(each) for each in watched.operands]
         result = view.find(operation.outputs[0])
-        if kind == "Cast" and result.dtype.is_integer:
+        if operation.type == "Cast" and result.dtype.is_integer:
             result = view.find(operation.inputs[0])
-        elif kind not in (*CLASSIFIED, *WITHOUT_CANCELLATION) or not operands:
+        if not operands or result.dtype.name not in DTYPES_16_BIT or not _is_known(operation):
             return []
-        if result.dtype.name not in DTYPES_16_BIT:
-            return []
-        self._sampled.append(_Sampled(watched, [each.dtype.name for each in (*operands, result)]))
+        dtypes = [each.dtype.name for each in (*operands, result)]
+        self._sampled.append(_Sampled(watched, dtypes))
         sampled = sample(result, self._examples, _MOST_VALUES)
-        if sampled is not result and kind not in ("Sum", "Cumsum"):
+        if sampled is not result and not is_long_sum(tensorflow_function(operation.type)):
             shape = tf.shape(result)
             operands = [
                 each if each.shape.rank == 0 else tf.broadcast_to(each, shape) for each in operands
@@ -159,9 +159,12 @@ class OperationWatch:
                 FloatValues(dtype, array_of(each))
                 for dtype, each in zip(sampled.dtypes, tensors, strict=True)
             )
-            if kind in WITHOUT_CANCELLATION and result.dtype == FLOAT16.name:
-                found.add_underflow(layer, operands, result)
-            if kind in (*CLASSIFIED, "Cast"):
+            arrays = [each.array for each in operands]
+            is_cast = kind == "Cast"
+            exact = arrays[0] if is_cast else exact_result(tensorflow_function(kind), arrays)
+            if exact is not None and result.dtype == FLOAT16.name:
+                found.add_underflow(layer, exact, result.array)
+            if not is_cast or sampled.watched.operation.outputs[0].dtype.is_integer:
                 lossy += classify_operation(layer, kind, operands, result)
         self._add_nonfinite(found, array_of(counts)[:, 2:] > 0, values_of)
         return found, worst_by_layer(lossy)
@@ -226,6 +229,14 @@ class OperationWatch:
         computed = [each for each, tensor in known if tensor.op.type != "Const"]
         # Beside arrays, a scalar is a constant.
         return not any(each[:2].any() for each in arrays or computed or operands)
+
+
+def _is_known(operation: tf.Operation) -> bool:
+    """Whether it is known what an operation makes of values of its operands."""
+    if operation.type == "BiasAdd":
+        return operation.get_attr("data_format") != b"NCHW"  # the bias broadcasts otherwise
+    function = tensorflow_function(operation.type)
+    return operation.type == "Cast" or is_elementwise(function) or is_long_sum(function)
 
 
 def _floats(tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:

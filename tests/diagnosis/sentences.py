@@ -611,9 +611,11 @@ def of_wrong_outputs() -> Examples:
         "numbers that are nearly equal": CANCELLATION,
         "numbers that are equal in float16": lossy("cancellation", "Sub", 1013.0, 0.0, 1.0),
         "large phases": lossy("phase", "Cos", 300.0, 0.7, 1.0),
+        "a logarithm of numbers near 1": lossy("amplification", "Log", 1.01, 0.0058, 1.0),
         "saturation": lossy("saturation", "Tanh", 12.0, 1.0, 0.7),
         "saturation of a sigmoid": lossy("saturation", "Sigmoid", 12.0, 1.0, 0.7),
         "small terms": lossy("lost_terms", "AddV2", 512.0, 0.062, 0.9),
+        "small variations": lossy("lost_terms", "Exp", 1.0, 0.0001, 1.0),
         "indices": INDEX,
     }
     return {

@@ -53,7 +53,7 @@ def test_layer_whose_results_bfloat16_rounds_too_much_is_found():
     assert replay.output_error > 0.5
     assert named(replay.float32_layers) == ["cancelling"]
     (lossy,) = replay.overflow.lossy
-    assert (lossy.kind, lossy.dtype) == ("cancellation", "bfloat16")
+    assert (lossy.kind, lossy.dtype) == ("lost_terms", "bfloat16")
 
 
 def test_layer_that_is_nan_in_bfloat16_is_found_at_the_loss_scale_of_1():

@@ -92,6 +92,26 @@ def small_terms(x):
     return (ops.ones_like(x) * 512 + x / 16 - 512) * 16
 
 
+def steep(x):
+    return ops.clip(ops.tan(x * 1000), -3, 3)
+
+
+def certainty(x):
+    return ops.log(1.0005 - ops.erf(2.5 + x / 2))
+
+
+def growth(x):
+    return ops.power(ops.cast(1 + ops.cast(x, "float32") / 2000, x.dtype), 2000)
+
+
+def distance(x):
+    return tf.math.squared_difference(1000 + x, 1000.1 + 0 * x)
+
+
+def small_growth(x):
+    return 3000 * (ops.exp(x / 3000) - 0.999)
+
+
 def rounded_up(x):
     return ops.cast(ops.cast(x * 3000 + 7000, "int32") % 7, x.dtype)
 
@@ -107,8 +127,13 @@ def total(x):
         (difference, "Sub", "cancellation"),
         (vanishing, "Sub", "cancellation"),
         (sine, "Sin", "phase"),
+        (steep, "Tan", "phase"),
+        (growth, "Pow", "amplification"),
+        (distance, "SquaredDifference", "amplification"),
         (doubt, "Sigmoid", "saturation"),
+        (certainty, "Erf", "saturation"),
         (small_terms, "AddV2", "lost_terms"),
+        (small_growth, "Exp", "lost_terms"),
         (total, "Cumsum", "lost_terms"),
         (rounded_up, "Cast", "index"),
     ],
