@@ -1,4 +1,5 @@
 import re
+import runpy
 import shlex
 import warnings
 from functools import partial
@@ -156,10 +157,22 @@ def test_conversion_of_the_guide_keeps_the_weights(monkeypatch):
     assert {layer.compute_dtype for layer in names["mixed"].layers} == {"float16", "float32"}
 
 
+@pytest.mark.parametrize("page", ["convert", "guide.zh-CN"])
+def test_audit_of_the_guide_names_the_line_of_a_custom_layer(page, tmp_path, capsys):
+    text = GUIDE_PAGES[page]
+    code = next(block for block in python_blocks(text) if "class Similarity" in block)
+    program = tmp_path / "attention.py"
+    program.write_text(code, encoding="utf-8")
+    runpy.run_path(str(program))
+    printed = capsys.readouterr().out
+    assert f"```text\n{printed}```" in text
+    assert code.splitlines()[int(re.search(r":(\d+):", printed)[1]) - 1].endswith("/ 0.07)")
+
+
 def test_loop_of_the_chinese_guide_updates_the_weights(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(kmp.callbacks, "defaults", partial(kmp.callbacks.defaults, replay=False))
-    example, loop, _ = python_blocks(GUIDE_PAGES["guide.zh-CN"])
+    example, loop, *_ = python_blocks(GUIDE_PAGES["guide.zh-CN"])
     names = {}
     exec(example, names)
     exec(loop, names)
