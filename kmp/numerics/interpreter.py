@@ -243,7 +243,7 @@ class _Step:
             outcome = node.function.of(operands, node.call)
         else:
             outcome = Outcome(DATA)
-        value = self._rounded(outcome, operands)
+        value = self._rounded(self._as_data(outcome.value, operands))
         problems = list(self._problems(operands, outcome, value))
         if problems:  # those of the nodes after it are their own
             value = replace(value, relative=0.0, absolute=0.0)
@@ -255,34 +255,41 @@ class _Step:
         if is_unknown or _multiplies_data(node, operands, self.number_format):
             self.found.unknown.append(node)
 
-    def _rounded(self, outcome: Outcome, operands: Sequence[Value]) -> Value:
-        """Returns a result with the error of rounding it.
+    def _as_data(self, value: Value, operands: Sequence[Value]) -> Value:
+        """Returns a result that the data bound with the errors of data, which do not add up.
 
-        The errors of data, which all layers have, do not add up, and a sum with data is one of
-        them, unless these are close to one number, such as -1 after an ELU.
+        A sum with data is one of them, unless these are close to one number, such as -1 after ELU.
         """
-        value, function = outcome.value, self.node.function
+        function = self.node.function
         data = [each for each in operands if not each.is_bounded]
+        if function is None or not data or value.growth > 1:
+            return value
         pairs = zip(self.node.operands, operands, strict=True)
         clusters = any(
             each in self.found.clustering for each, known in pairs if not known.is_bounded
         )
-        is_sum = function is not None and function.is_sum and not clusters
-        adds_up = function is not None and (function.adds_up or function.multiplies)
-        if (len(data) > 1 or (data and (adds_up or is_sum))) and value.growth <= 1:
-            relative = max((each.relative for each in operands if each.is_bounded), default=0.0)
+        is_sum = function.is_sum and not clusters
+        if not (is_sum or function.adds_up or function.multiplies or len(data) > 1):
+            return value
+        bounded = [each for each in operands if each.is_bounded]
+        relative = max((each.relative for each in bounded), default=0.0)
+        if function.multiplies:
+            return replace(value, relative=relative)
+        absolute = max(each.absolute for each in data)
+        if is_sum and not self.is_float32:
             # What rounding a sum to numbers of its size loses of the data.
-            added = max(
-                (each.smallest_magnitude for each in operands if each.is_bounded), default=0
-            )
-            lost = 0.0 if self.is_float32 else unit_roundoff(self.number_format) * added
-            absolute = lost + max(each.absolute for each in data)
-            size = value.size if function and function.multiplies else max(x.size for x in data)
-            value = replace(value, relative=relative, absolute=absolute, size=size)
-        is_number = value.low == value.high and _has(self.number_format, value.low)
+            added = max((each.smallest_magnitude for each in bounded), default=0.0)
+            absolute += unit_roundoff(self.number_format) * added
+        size = max(each.size for each in data)
+        return replace(value, relative=relative, absolute=absolute, size=size)
+
+    def _rounded(self, value: Value) -> Value:
+        """Returns a result with the error of rounding it."""
+        number_format, function = self.number_format, self.node.function
+        is_number = value.low == value.high and _has(number_format, value.low)
         if self.is_float32 or is_number:
             return value
-        number_format, absolute = self.number_format, value.absolute
+        absolute = value.absolute
         is_small = value.smallest_magnitude < number_format.smallest_normal
         is_tiny = value.magnitude < number_format.smallest_normal
         if is_tiny or (function is not None and function.flushes and is_small):
@@ -329,28 +336,38 @@ class _Step:
         if does_for_range:
             return
 
-        # What leaves the range here: what a float32 operand has is not in it yet.
-        pairs = zip(node.operands, operands, strict=True)
-        rounded = [value for each, value in pairs if each not in self.found.float32]
-        before = max((each.growth for each in rounded), default=0.0)
-        sizes = [each.magnitude for each in rounded if each.is_bounded]
-        is_new = result.growth > max(before, 1.0)
-        if result.is_bounded and all(size <= number_format.max for size in sizes):
-            is_new = result.magnitude > number_format.max
-        if function.makes_integers and result.is_bounded:
-            is_new = result.magnitude > number_format.max_exact_integer
-        had_range = all(each.size <= number_format.max for each in rounded)
-        if is_new:
-            yield Problem(node, "range", largest, result, is_certain=result.is_bounded)
-        elif function.multiplies and had_range and result.size > number_format.max:
-            yield Problem(node, "range", largest, result)  # for ordinary data
-        is_power = is_new and result.growth < INFINITY  # its slope is as large as its result
+        leaves_range = self._leaves_range(operands, result)
+        if leaves_range:
+            # For all data, or for ordinary ones.
+            is_certain = result.is_bounded or result.growth <= 1
+            yield Problem(node, "range", largest, result, is_certain=is_certain)
+        # The slope of a power is as large as its result.
+        is_power = leaves_range and 1 < result.growth < INFINITY
         if outcome.slope > _LARGEST_SLOPE and not is_power:
             are_bounded = all(each.is_bounded for each in operands)
             yield Problem(node, "slope", largest, result, outcome.slope, are_bounded)
         if outcome.terms > 1 and _adds_too_many(function, outcome.terms, number_format):
             is_certain = outcome.terms < INFINITY
             yield Problem(node, "terms", largest, result, outcome.terms, is_certain)
+
+    def _leaves_range(self, operands: Sequence[Value], result: Value) -> bool:
+        """Whether a result leaves the range of the format here.
+
+        What a float32 operand has is not in the format yet.
+        """
+        function, largest = self.node.function, self.number_format.max
+        assert function is not None
+        pairs = zip(self.node.operands, operands, strict=True)
+        rounded = [value for each, value in pairs if each not in self.found.float32]
+        if function.makes_integers and result.is_bounded:
+            return result.magnitude > self.number_format.max_exact_integer
+        if result.is_bounded:
+            were_in_range = all(each.magnitude <= largest for each in rounded if each.is_bounded)
+            return were_in_range and result.magnitude > largest
+        if result.growth > max(1.0, *(each.growth for each in rounded), 0.0):
+            return True
+        were_in_range = all(each.size <= largest for each in rounded)
+        return function.multiplies and were_in_range and result.size > largest
 
 
 def _multiplies_data(node: Node, operands: Sequence[Value], number_format: FloatFormat) -> bool:
