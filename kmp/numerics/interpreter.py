@@ -243,7 +243,7 @@ class _Step:
             outcome = node.function.of(operands, node.call)
         else:
             outcome = Outcome(DATA)
-        value = self._rounded(self._as_data(outcome.value, operands))
+        value = self._rounded(self._as_data(self._limited(outcome.value), operands))
         problems = list(self._problems(operands, outcome, value))
         if problems:  # those of the nodes after it are their own
             value = replace(value, relative=0.0, absolute=0.0)
@@ -254,6 +254,16 @@ class _Step:
             return
         if is_unknown or _multiplies_data(node, operands, self.number_format):
             self.found.unknown.append(node)
+
+    def _limited(self, value: Value) -> Value:
+        """Returns a result without ends that the format does not have, as of `clip(x, -1e9, 1)`."""
+        function, largest = self.node.function, self.number_format.max
+        is_beyond = value.magnitude > largest and value.is_bounded
+        if function is None or not function.ignores_infinity or not is_beyond:
+            return value
+        low = value.low if value.low >= -largest else -INFINITY
+        high = value.high if value.high <= largest else INFINITY
+        return replace(value, low=low, high=high, degree=1.0, size=1.0)
 
     def _as_data(self, value: Value, operands: Sequence[Value]) -> Value:
         """Returns a result that the data bound with the errors of data, which do not add up.

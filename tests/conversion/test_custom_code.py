@@ -255,3 +255,10 @@ def test_errors_of_data_do_not_add_up_over_many_blocks():
     model = keras.Model(inputs, layers.Dense(2, name="last")(x))
     for policy in ("mixed_float16", "mixed_bfloat16"):
         assert list(kmp.audit(model, policy=policy).plan.float32) == ["last"]
+
+
+def test_end_of_a_range_that_the_format_does_not_have_is_none():
+    def gate(x):
+        return 2.0 * ops.sigmoid(ops.clip(x, -1e9, 7.0) + 1.0)
+
+    assert list(kmp.audit(model_of(Code(gate, name="code"))).plan.float32) == ["after"]
