@@ -312,7 +312,7 @@ def angle(operands: Operands, call: Call = ONCE) -> Outcome:
     error = (y.relative + x.relative) * _share_of_relative_errors(y, x)
     if y.absolute or x.absolute:
         error += (y.absolute + x.absolute) / distance if distance else INFINITY
-        if x.low < 0 and y.low <= 0 <= y.high:  # where it jumps
+        if x.low < x.error and y.low - y.error <= 0 <= y.high + y.error:  # where it jumps
             error = INFINITY
     slope = 1.0 / distance if distance else INFINITY
     return Outcome(Value(low, high, 0.0, 0.0, min(error, 2.0 * math.pi)), slope=slope)

@@ -258,6 +258,8 @@ def _of_one(function: Elementwise, x: Value) -> Outcome:
         value = replace(value, size=size if size < INFINITY else 1.0)
     if x.relative or x.absolute:
         relative, absolute = _error(function, x, points, results)
+        if x.ordinary_error > function.period / 8:  # the grid is too coarse for the phase
+            absolute = function.bounds[1] - function.bounds[0]
         value = replace(value, relative=relative, absolute=absolute)
     return Outcome(value, slope)
 
