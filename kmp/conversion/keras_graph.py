@@ -120,7 +120,7 @@ class _Builder:
                 self._of_tensor.update(found)
 
     def add_others(self, model: keras.Model) -> None:
-        """Adds the layers that no trace has reached, each alone.
+        """Adds the layers that were not traced, each alone.
 
         Such as those of a training, or of code that cannot be traced.
         """

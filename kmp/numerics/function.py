@@ -187,17 +187,6 @@ class Elementwise(Function):
         is_constant = far[0] == far[1] or far[2] == far[3]
         return self.assumed == INFINITY and (bool(is_constant) or self.period < INFINITY)
 
-    @functools.cached_property
-    def largest_below_one(self) -> float:
-        """The largest operand with a magnitude below 1 in float32, if it tends to 1; else Inf."""
-        points = np.linspace(0.0, 64.0, 8193)
-        with np.errstate(all="ignore"):
-            sizes = np.abs(self.compute(points))
-        is_below = sizes <= 1.0 - 2.0 ** -(FLOAT32.fraction_bits + 1)
-        if self.has_steps or not is_below[0] or is_below[-1] or sizes[-1] > 1.0:
-            return INFINITY
-        return float(points[is_below].max())
-
 
 @dataclass(frozen=True, kw_only=True)
 class Combination(Function):

@@ -332,7 +332,7 @@ class _Step:
     def _own_problems(
         self, operands: Sequence[Value], outcome: Outcome, largest: Value
     ) -> Iterator[Problem]:
-        """Yields what float32 mends, whatever the errors of the operands."""
+        """Yields what float32 avoids, whatever the errors of the operands."""
         node, number_format = self.node, self.number_format
         function, result = node.function, outcome.value
         assert function is not None
@@ -516,7 +516,7 @@ def _rounding_before(nodes: Iterable[Node], found: Interpretation) -> dict[Node,
     residual connection, is not small.
     """
     before: dict[Node, set[Node]] = {}
-    passed: dict[Node, set[Node]] = {}  # what of a node and of those before it is to blame
+    passed: dict[Node, set[Node]] = {}  # of a node and those before it, what rounds
     for node in nodes:
         before[node] = set()
         for each in node.operands:
