@@ -6,7 +6,7 @@ from pathlib import Path
 
 from kmp.numerics import FUNCTIONS, INFINITY, Call, Function, Move, Node, Value, interpret
 from kmp.numerics import unit_roundoff as unit_roundoff_of
-from kmp.numerics.function import LARGEST_ERROR, Elementwise
+from kmp.numerics.function import DERIVATION, LARGEST_ERROR, Elementwise
 from kmp.numerics.functions import GATE, LEARNED, NORMALIZED
 from kmp.utils.float_formats import BFLOAT16, FLOAT16, FloatFormat
 
@@ -74,6 +74,11 @@ _SOURCES = {
         "paper",
         "[Micikevicius et al. 2018](https://arxiv.org/abs/1710.03740), section 3.3",
     ),
+    DERIVATION: (
+        "derived",
+        "kmp computes range and error from the formula of the function, and its tests compare them"
+        " with the results of TensorFlow and Keras",
+    ),
 }
 
 
@@ -86,7 +91,7 @@ def sections() -> dict[str, list[Function]]:
             title = _ALWAYS
         elif reason(function, FLOAT16) or reason(function, BFLOAT16):
             title = _ANY_SIZE
-        elif function.is_matrix_product:
+        elif "multiplies_matrices" in function.traits:
             title = _PRODUCTS
         elif isinstance(function, Move):
             title = _MOVES

@@ -10,7 +10,7 @@ from kmp.utils.float_formats import FLOAT16
 def divides_by_zero(found: NonfiniteOperation) -> bool:
     """Whether an operation divides by 0."""
     function = tensorflow_function(found.operation)
-    return function is not None and function.divides and found.smallest_input == 0.0
+    return function is not None and "divides" in function.traits and found.smallest_input == 0.0
 
 
 def is_logarithm(found: NonfiniteOperation) -> bool:

@@ -15,15 +15,15 @@ from kmp.numerics.functions import (
     tensorflow_function,
 )
 from kmp.numerics.interpreter import (
-    TOO_FEW_BITS,
     Needs,
     Node,
     Problem,
     interpret,
     needing_float32,
+    reason_for_all_data,
     unit_roundoff,
 )
-from kmp.numerics.values import DATA, INFINITY, Value, between, constant, extremes
+from kmp.numerics.values import DATA, INFINITY, Value, between, constant, extremes, union
 
 __all__ = [
     "BELOW_MAXIMUM",
@@ -33,7 +33,6 @@ __all__ = [
     "INFINITY",
     "LONG_SUM",
     "SUM_WITH_ONE",
-    "TOO_FEW_BITS",
     "TO_INTEGER",
     "Call",
     "Elementwise",
@@ -53,7 +52,9 @@ __all__ = [
     "keras_function",
     "matrix_product_function",
     "needing_float32",
+    "reason_for_all_data",
     "steepness",
     "tensorflow_function",
+    "union",
     "unit_roundoff",
 ]

@@ -1,27 +1,40 @@
 """Formulas of functions of several numbers, and of sums: what they make of ranges and errors.
 
 Each takes the operands and the `Call`, and returns the `Outcome`. Errors are bounded for all
-operands in their ranges, and for ordinary data where these have no bounds.
+operands in their ranges, and for ordinary data where these have no bounds. What else is true of a
+formula, and what it computes of arrays, stands above it.
 """
 
 import functools
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 
 from kmp.numerics import formulas
-from kmp.numerics.function import LARGEST_ERROR, ONCE, Call, Elementwise, Outcome
+from kmp.numerics.function import (
+    LARGEST_ERROR,
+    UNKNOWN_CALL,
+    Call,
+    Elementwise,
+    Formula,
+    Outcome,
+    Traits,
+)
 from kmp.numerics.values import DATA, INFINITY, Value, between, union
 
 Operands = Sequence[Value]
 
 _SMALL_SUM = 64.0
 _ZERO = between(0.0, 0.0)
+_CHOOSES: Traits = ("selects", "compares")
+_PRODUCTS: Traits = ("multiplies", "multiplies_matrices")
 
 
-def added(operands: Operands, call: Call = ONCE) -> Outcome:
+@partial(Formula, compute=lambda *operands: functools.reduce(np.add, operands), traits=("adds",))
+def added(operands: Operands, call: Call = UNKNOWN_CALL) -> Outcome:
     """Returns the sum of several numbers."""
     low = sum(each.low for each in operands)
     high = sum(each.high for each in operands)
@@ -55,30 +68,35 @@ def negated(x: Value) -> Value:
     return replace(x, low=-x.high, high=-x.low)
 
 
-def negative(operands: Operands, call: Call = ONCE) -> Outcome:
+@partial(Formula, traits=("selects",))
+def negative(operands: Operands, call: Call = UNKNOWN_CALL) -> Outcome:
     """Returns minus a number."""
     return Outcome(negated(operands[0]))
 
 
-def subtracted(operands: Operands, call: Call = ONCE) -> Outcome:
+@partial(Formula, compute=np.subtract, traits=("adds",))
+def subtracted(operands: Operands, call: Call = UNKNOWN_CALL) -> Outcome:
     """Returns a difference."""
     return added([operands[0], negated(operands[1])])
 
 
-def absolute(operands: Operands, call: Call = ONCE) -> Outcome:
+@partial(Formula, traits=("selects",))
+def absolute(operands: Operands, call: Call = UNKNOWN_CALL) -> Outcome:
     """Returns the magnitude of a number."""
     x = operands[0]
     return Outcome(replace(x, low=x.smallest_magnitude, high=x.magnitude))
 
 
-def larger(operands: Operands, call: Call = ONCE) -> Outcome:
+@partial(Formula, traits=_CHOOSES)
+def larger(operands: Operands, call: Call = UNKNOWN_CALL) -> Outcome:
     """Returns the largest of several numbers."""
     found = union(operands)
     low = max(each.low for each in operands)
     return Outcome(replace(found, low=low, degree=_degree_of_choice(operands, low, found.high)))
 
 
-def smaller(operands: Operands, call: Call = ONCE) -> Outcome:
+@partial(Formula, traits=_CHOOSES)
+def smaller(operands: Operands, call: Call = UNKNOWN_CALL) -> Outcome:
     """Returns the smallest of several numbers."""
     found = union(operands)
     high = min(each.high for each in operands)
@@ -90,34 +108,40 @@ def _degree_of_choice(operands: Operands, low: float, high: float) -> float:
     return 0.0 if is_bounded else max(each.growth for each in operands)
 
 
-def clipped(operands: Operands, call: Call = ONCE) -> Outcome:
+@partial(Formula, traits=_CHOOSES)
+def clipped(operands: Operands, call: Call = UNKNOWN_CALL) -> Outcome:
     """Returns a number that is not below a second and not above a third one."""
     x, lowest, highest = operands
     return smaller([larger([x, lowest]).value, highest])
 
 
-def rectified(operands: Operands, call: Call = ONCE) -> Outcome:
+@partial(Formula, traits=("selects",))
+def rectified(operands: Operands, call: Call = UNKNOWN_CALL) -> Outcome:
     """Returns a number, or 0 if it is negative."""
     return larger([operands[0], _ZERO])
 
 
-def rectified_up_to_six(operands: Operands, call: Call = ONCE) -> Outcome:
+@partial(Formula, traits=("selects",))
+def rectified_up_to_six(operands: Operands, call: Call = UNKNOWN_CALL) -> Outcome:
     """Returns a number that is not below 0 and not above 6."""
     return clipped([operands[0], _ZERO, between(6.0, 6.0)])
 
 
-def leaky(operands: Operands, call: Call = ONCE) -> Outcome:
+@partial(Formula, traits=("selects",))
+def leaky(operands: Operands, call: Call = UNKNOWN_CALL) -> Outcome:
     """Returns a number, if it is negative times a factor from 0 to 1."""
     x = operands[0]
     return Outcome(replace(x, high=max(x.high, 0.0) if x.low < 0 else x.high))
 
 
-def shrunk(operands: Operands, call: Call = ONCE) -> Outcome:
+@partial(Formula, traits=("selects",))
+def shrunk(operands: Operands, call: Call = UNKNOWN_CALL) -> Outcome:
     """Returns a number, or 0 if it is small."""
     return Outcome(union([operands[0], _ZERO]))
 
 
-def multiplied(operands: Operands, call: Call = ONCE) -> Outcome:
+@partial(Formula, compute=np.multiply, traits=("multiplies", "needs_range"))
+def multiplied(operands: Operands, call: Call = UNKNOWN_CALL) -> Outcome:
     """Returns the product of several numbers."""
     value = functools.reduce(_product_of_two, operands)
     if call.are_same:
@@ -144,18 +168,21 @@ def _times(a: float, b: float) -> float:
     return 0.0 if 0.0 in (a, b) else a * b  # 0 times Inf: the data are finite
 
 
-def squared_difference(operands: Operands, call: Call = ONCE) -> Outcome:
+@partial(Formula, compute=lambda x, y: np.square(x - y))
+def squared_difference(operands: Operands, call: Call = UNKNOWN_CALL) -> Outcome:
     """Returns the square of a difference."""
     return power([subtracted(operands).value, between(2.0, 2.0)])
 
 
-def cross_product(operands: Operands, call: Call = ONCE) -> Outcome:
+@Formula
+def cross_product(operands: Operands, call: Call = UNKNOWN_CALL) -> Outcome:
     """Returns a difference of products."""
     product = multiplied(operands[:2]).value
     return subtracted([product, product])
 
 
-def divided(operands: Operands, call: Call = ONCE) -> Outcome:
+@partial(Formula, compute=np.divide, traits=("divides", "needs_range"))
+def divided(operands: Operands, call: Call = UNKNOWN_CALL) -> Outcome:
     """Returns a quotient."""
     dividend, divisor = operands
     smallest = divisor.smallest_magnitude
@@ -179,7 +206,8 @@ def _divided_by_zero(dividend: Value, divisor: Value) -> Outcome:
     return Outcome(Value(low, high, INFINITY, relative, error), slope=INFINITY)
 
 
-def inverted(operands: Operands, call: Call = ONCE) -> Outcome:
+@partial(Formula, compute=np.reciprocal, traits=("divides",))
+def inverted(operands: Operands, call: Call = UNKNOWN_CALL) -> Outcome:
     """Returns 1 divided by a number."""
     x = operands[0]
     smallest = x.smallest_magnitude
@@ -199,7 +227,12 @@ def _errors_of_inverse(relative: float) -> tuple[float, float]:
     return (relative / (1.0 - relative), 0.0) if relative < 1.0 else (0.0, INFINITY)
 
 
-def divided_or_zero(operands: Operands, call: Call = ONCE) -> Outcome:
+@partial(
+    Formula,
+    compute=lambda x, y: np.where(y == 0.0, 0.0, x / np.where(y, y, 1.0)),
+    traits=("needs_range",),
+)
+def divided_or_zero(operands: Operands, call: Call = UNKNOWN_CALL) -> Outcome:
     """Returns a quotient, or 0 if the divisor is 0."""
     outcome = divided(operands)
     if operands[1].smallest_magnitude:
@@ -207,7 +240,8 @@ def divided_or_zero(operands: Operands, call: Call = ONCE) -> Outcome:
     return outcome._replace(value=shrunk([outcome.value]).value)
 
 
-def floor_divided(operands: Operands, call: Call = ONCE) -> Outcome:
+@partial(Formula, traits=("divides", "needs_range"))
+def floor_divided(operands: Operands, call: Call = UNKNOWN_CALL) -> Outcome:
     """Returns a quotient that is rounded down, on which no error is passed."""
     value = divided(operands).value
     # The ends of its range are not exact.
@@ -220,7 +254,8 @@ def _floor(x: float) -> float:
     return float(math.floor(x)) if math.isfinite(x) else x
 
 
-def remainder(operands: Operands, call: Call = ONCE) -> Outcome:
+@Formula
+def remainder(operands: Operands, call: Call = UNKNOWN_CALL) -> Outcome:
     """Returns the remainder of a quotient, with the sign of the divisor.
 
     Rounding decides whether it jumps; between jumps it has the errors of both.
@@ -234,7 +269,8 @@ def remainder(operands: Operands, call: Call = ONCE) -> Outcome:
     return Outcome(value)
 
 
-def power(operands: Operands, call: Call = ONCE) -> Outcome:
+@partial(Formula, compute=np.power, traits=("divides", "flushes"))
+def power(operands: Operands, call: Call = UNKNOWN_CALL) -> Outcome:
     """Returns a number to the power of another one."""
     base, exponent = operands
     if exponent.low == exponent.high and not exponent.error:
@@ -283,25 +319,29 @@ _LOGARITHM = Elementwise(name="logarithm", compute=np.log, domain=(0.0, INFINITY
 _SIGMOID = Elementwise(name="sigmoid", compute=formulas.sigmoid, degree=0.0)
 
 
-def times_logarithm(operands: Operands, call: Call = ONCE) -> Outcome:
+@partial(Formula, compute=lambda x, y: np.where(x == 0.0, 0.0, x * np.log(y)))
+def times_logarithm(operands: Operands, call: Call = UNKNOWN_CALL) -> Outcome:
     """Returns a number times the logarithm of another one, or 0 if the number is 0."""
     logarithm = _LOGARITHM.of([operands[1]])
     product = multiplied([operands[0], logarithm.value])
     return product._replace(slope=logarithm.slope)
 
 
-def times_logarithm_of_sum(operands: Operands, call: Call = ONCE) -> Outcome:
+@partial(Formula, compute=lambda x, y: np.where(x == 0.0, 0.0, x * np.log1p(y)))
+def times_logarithm_of_sum(operands: Operands, call: Call = UNKNOWN_CALL) -> Outcome:
     """Returns a number times the logarithm of 1 plus another one."""
     return times_logarithm([operands[0], added([operands[1], between(1.0, 1.0)]).value])
 
 
-def scaled_by_power_of_two(operands: Operands, call: Call = ONCE) -> Outcome:
+@partial(Formula, traits=("needs_range",))
+def scaled_by_power_of_two(operands: Operands, call: Call = UNKNOWN_CALL) -> Outcome:
     """Returns a number times a power of 2."""
     exponent = operands[1] if len(operands) > 1 else DATA  # integers are no operands
     return multiplied([operands[0], _exponential_of(2.0).of([exponent]).value])
 
 
-def angle(operands: Operands, call: Call = ONCE) -> Outcome:
+@partial(Formula, compute=np.arctan2)
+def angle(operands: Operands, call: Call = UNKNOWN_CALL) -> Outcome:
     """Returns the angle of a point with the coordinates y and x."""
     y, x = operands
     corners = [math.atan2(a, b) for a in (y.low, y.high) for b in (x.low, x.high)]
@@ -327,7 +367,8 @@ def _share_of_relative_errors(y: Value, x: Value) -> float:
     return most / (1.0 + most**2) if most < 1.0 else 0.5
 
 
-def hypotenuse(operands: Operands, call: Call = ONCE) -> Outcome:
+@partial(Formula, compute=np.hypot)
+def hypotenuse(operands: Operands, call: Call = UNKNOWN_CALL) -> Outcome:
     """Returns the distance of a point from 0."""
     low = math.hypot(*(each.smallest_magnitude for each in operands))
     high = math.hypot(*(each.magnitude for each in operands))
@@ -338,13 +379,15 @@ def hypotenuse(operands: Operands, call: Call = ONCE) -> Outcome:
     return Outcome(Value(low, high, degree, relative, error, size))
 
 
-def gated(operands: Operands, call: Call = ONCE) -> Outcome:
+@Formula
+def gated(operands: Operands, call: Call = UNKNOWN_CALL) -> Outcome:
     """Returns one half of a tensor times the sigmoid of the other half."""
     x = operands[0]
     return multiplied([x, _SIGMOID.of([x]).value])
 
 
-def summed(operands: Operands, call: Call = ONCE) -> Outcome:
+@partial(Formula, traits=("sums",))
+def summed(operands: Operands, call: Call = UNKNOWN_CALL) -> Outcome:
     """Returns the sum of so many elements of one tensor.
 
     If the data decide how large it is, it is taken to be as large as one of them: its error is
@@ -361,19 +404,22 @@ def summed(operands: Operands, call: Call = ONCE) -> Outcome:
     return Outcome(Value(low, high, degree, relative, error, size), terms=terms)
 
 
-def accumulated(operands: Operands, call: Call = ONCE) -> Outcome:
+@partial(Formula, traits=("sums",))
+def accumulated(operands: Operands, call: Call = UNKNOWN_CALL) -> Outcome:
     """Returns sums of up to so many elements of one tensor."""
     outcome = summed(operands, call)
     return outcome._replace(value=union([outcome.value, operands[0], _ZERO]))
 
 
-def accumulated_in(operands: Operands, call: Call = ONCE) -> Outcome:
+@partial(Formula, traits=("accumulates",))
+def accumulated_in(operands: Operands, call: Call = UNKNOWN_CALL) -> Outcome:
     """Returns elements of a first tensor, plus sums of elements of a second one."""
     outcome = accumulated(operands[1:], call)
     return outcome._replace(value=added([operands[0], outcome.value]).value)
 
 
-def product_of_elements(operands: Operands, call: Call = ONCE) -> Outcome:
+@partial(Formula, traits=("accumulates",))
+def product_of_elements(operands: Operands, call: Call = UNKNOWN_CALL) -> Outcome:
     """Returns the product of so many elements of one tensor."""
     x, terms = operands[0], call.terms
     size = x.magnitude
@@ -390,7 +436,8 @@ def product_of_elements(operands: Operands, call: Call = ONCE) -> Outcome:
     return Outcome(value, terms=terms)
 
 
-def products_of_elements(operands: Operands, call: Call = ONCE) -> Outcome:
+@partial(Formula, traits=("accumulates",))
+def products_of_elements(operands: Operands, call: Call = UNKNOWN_CALL) -> Outcome:
     """Returns products of up to so many elements of one tensor, of none is 1."""
     return product_of_elements([union([operands[0], between(1.0, 1.0)])], call)
 
@@ -402,7 +449,8 @@ def _to_the_power(x: float, exponent: float) -> float:
         return INFINITY
 
 
-def averaged(operands: Operands, call: Call = ONCE) -> Outcome:
+@partial(Formula, traits=("accumulates",))
+def averaged(operands: Operands, call: Call = UNKNOWN_CALL) -> Outcome:
     """Returns the mean of so many elements of one tensor."""
     x = operands[0]
     if x.has_one_sign:
@@ -410,17 +458,26 @@ def averaged(operands: Operands, call: Call = ONCE) -> Outcome:
     return Outcome(replace(x, relative=0.0, absolute=x.ordinary_error), terms=call.terms)
 
 
-def interpolated(operands: Operands, call: Call = ONCE) -> Outcome:
+@partial(Formula, traits=("accumulates", "needs_range"))
+def averaged_with_mask(operands: Operands, call: Call = UNKNOWN_CALL) -> Outcome:
+    """Returns the mean of those of so many elements that a mask selects: a quotient of sums."""
+    return averaged(operands, call)
+
+
+@Formula
+def interpolated(operands: Operands, call: Call = UNKNOWN_CALL) -> Outcome:
     """Returns what is between elements of one tensor."""
     return averaged(operands[:1])
 
 
-def interpolated_with_zeros(operands: Operands, call: Call = ONCE) -> Outcome:
+@Formula
+def interpolated_with_zeros(operands: Operands, call: Call = UNKNOWN_CALL) -> Outcome:
     """Returns what is between elements of one tensor and zeros."""
     return averaged([union([operands[0], _ZERO])])
 
 
-def interpolated_by_splines(operands: Operands, call: Call = ONCE) -> Outcome:
+@Formula
+def interpolated_by_splines(operands: Operands, call: Call = UNKNOWN_CALL) -> Outcome:
     """Returns what is between elements, or outside by up to their width: splines overshoot."""
     x = operands[0]
     width = x.high - x.low
@@ -428,7 +485,8 @@ def interpolated_by_splines(operands: Operands, call: Call = ONCE) -> Outcome:
     return Outcome(Value(x.low - width, x.high + width, x.degree, 0.0, error, 3.0 * x.size))
 
 
-def sum_of_squares(operands: Operands, call: Call = ONCE) -> Outcome:
+@partial(Formula, traits=("accumulates",))
+def sum_of_squares(operands: Operands, call: Call = UNKNOWN_CALL) -> Outcome:
     """Returns half the sum of the squares of the elements."""
     squares = power([operands[0], between(2.0, 2.0)]).value
     outcome = summed([squares], call)
@@ -436,7 +494,8 @@ def sum_of_squares(operands: Operands, call: Call = ONCE) -> Outcome:
     return outcome._replace(value=half)
 
 
-def norm(operands: Operands, call: Call = ONCE) -> Outcome:
+@partial(Formula, traits=("accumulates",))
+def norm(operands: Operands, call: Call = UNKNOWN_CALL) -> Outcome:
     """Returns the root of the sum of the squares of the elements."""
     x, terms = operands[0], call.terms
     root = math.sqrt(terms)
@@ -448,7 +507,8 @@ def norm(operands: Operands, call: Call = ONCE) -> Outcome:
     return Outcome(Value(low, high, x.growth, x.relative, error, size), terms=terms)
 
 
-def matrix_product(operands: Operands, call: Call = ONCE) -> Outcome:
+@partial(Formula, traits=_PRODUCTS)
+def matrix_product(operands: Operands, call: Call = UNKNOWN_CALL) -> Outcome:
     """Returns sums of products, which Tensor Cores add up in float32.
 
     They are as large as the data, unless their bound is small: few sums come close to it.
@@ -458,24 +518,28 @@ def matrix_product(operands: Operands, call: Call = ONCE) -> Outcome:
     return Outcome(outcome.value if is_small else DATA)
 
 
-def dot_product(operands: Operands, call: Call = ONCE) -> Outcome:
+@partial(Formula, traits=("accumulates",))
+def dot_product(operands: Operands, call: Call = UNKNOWN_CALL) -> Outcome:
     """Returns sums of products."""
     return summed([multiplied(operands).value], call)
 
 
-def convolved(operands: Operands, call: Call = ONCE) -> Outcome:
+@partial(Formula, traits=_PRODUCTS)
+def convolved(operands: Operands, call: Call = UNKNOWN_CALL) -> Outcome:
     """Returns sums of products, also with zeros around an image."""
     outcome = matrix_product(operands, call)
     return outcome._replace(value=union([outcome.value, _ZERO]))
 
 
-def convolved_by_channel(operands: Operands, call: Call = ONCE) -> Outcome:
+@partial(Formula, traits=(*_PRODUCTS, "accumulates"))
+def convolved_by_channel(operands: Operands, call: Call = UNKNOWN_CALL) -> Outcome:
     """Returns sums of products, which 16-bit kernels may add up in 16 bits."""
     outcome = convolved(operands, call)
     return outcome._replace(terms=call.terms)
 
 
-def softmax(operands: Operands, call: Call = ONCE) -> Outcome:
+@partial(Formula, traits=("flushes",))
+def softmax(operands: Operands, call: Call = UNKNOWN_CALL) -> Outcome:
     """Returns the probabilities of so many logits."""
     low, high = (math.exp(end) for end in _of_log_softmax(operands[0], call.terms))
     error = operands[0].ordinary_error
@@ -485,7 +549,8 @@ def softmax(operands: Operands, call: Call = ONCE) -> Outcome:
     return Outcome(Value(low, high, 0.0, relative))
 
 
-def log_softmax(operands: Operands, call: Call = ONCE) -> Outcome:
+@Formula
+def log_softmax(operands: Operands, call: Call = UNKNOWN_CALL) -> Outcome:
     """Returns the logarithms of the probabilities of so many logits."""
     low, high = _of_log_softmax(operands[0], call.terms)
     degree = max(operands[0].growth, 1.0)
@@ -504,25 +569,29 @@ def _of_log_softmax(x: Value, terms: float) -> tuple[float, float]:
 _LARGEST_EXPONENT = 600.0  # of numbers that float64 has
 
 
-def cross_entropy_of_logits(operands: Operands, call: Call = ONCE) -> Outcome:
+@Formula
+def cross_entropy_of_logits(operands: Operands, call: Call = UNKNOWN_CALL) -> Outcome:
     """Returns the cross-entropy of so many logits, the first operand."""
     return negative([log_softmax(operands[:1], call).value])
 
 
-def cross_entropy(operands: Operands, call: Call = ONCE) -> Outcome:
+@Formula
+def cross_entropy(operands: Operands, call: Call = UNKNOWN_CALL) -> Outcome:
     """Returns the cross-entropy of probabilities, the last operand."""
     logarithm = _LOGARITHM.of([absolute([operands[-1]]).value])
     return Outcome(replace(logarithm.value, low=0.0, high=INFINITY), logarithm.slope)
 
 
-def to_hsv(operands: Operands, call: Call = ONCE) -> Outcome:
+@Formula
+def to_hsv(operands: Operands, call: Call = UNKNOWN_CALL) -> Outcome:
     """Returns hue and saturation, which are quotients, and the largest of three colors."""
     value = union([operands[0], between(0.0, 1.0)])
     error = INFINITY if operands[0].error else 0.0  # of black
     return Outcome(replace(value, absolute=error), slope=INFINITY)
 
 
-def from_hsv(operands: Operands, call: Call = ONCE) -> Outcome:
+@Formula
+def from_hsv(operands: Operands, call: Call = UNKNOWN_CALL) -> Outcome:
     """Returns colors: what is between the largest of three and 0, by six times the hue."""
     x = operands[0]
     error = 8.0 * x.ordinary_error * max(1.0, x.ordinary_magnitude)
@@ -530,25 +599,29 @@ def from_hsv(operands: Operands, call: Call = ONCE) -> Outcome:
     return Outcome(replace(value, relative=0.0, absolute=error))
 
 
-def averaged_together(operands: Operands, call: Call = ONCE) -> Outcome:
+@Formula
+def averaged_together(operands: Operands, call: Call = UNKNOWN_CALL) -> Outcome:
     """Returns means of elements of several tensors."""
     return averaged([union(operands)], call)
 
 
-def stepped(operands: Operands, call: Call = ONCE) -> Outcome:
+@Formula
+def stepped(operands: Operands, call: Call = UNKNOWN_CALL) -> Outcome:
     """Returns numbers from a first to a second one."""
     ends = operands[:2]
     size = max(each.ordinary_magnitude for each in ends)
     return interpolated([replace(union(ends), size=size)])
 
 
-def below_maximum(operands: Operands, call: Call = ONCE) -> Outcome:
+@Formula
+def below_maximum(operands: Operands, call: Call = UNKNOWN_CALL) -> Outcome:
     """Returns numbers less the largest of them."""
     outcome = subtracted(operands)
     return outcome._replace(value=replace(outcome.value, high=0.0))
 
 
-def sum_with_one(operands: Operands, call: Call = ONCE) -> Outcome:
+@partial(Formula, traits=("accumulates",))
+def sum_with_one(operands: Operands, call: Call = UNKNOWN_CALL) -> Outcome:
     """Returns a sum of positive numbers, one of which is 1."""
     outcome = summed(operands, call)
     return outcome._replace(value=replace(outcome.value, low=max(1.0, outcome.value.low)))

@@ -8,13 +8,14 @@ import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
 from kmp.numerics.values import DATA, INFINITY, Value, union
-from kmp.utils.float_formats import FLOAT32
+from kmp.utils.float_formats import FLOAT16, FLOAT32
 
+DERIVATION = "derived from its formula"
 # A relative error up to this is kept as one; a larger one may be a smaller absolute error.
 LARGEST_ERROR = 0.01
 _LARGE = 1e3  # results of huge data that exceed it have no bounds, unlike logarithms
@@ -35,6 +36,8 @@ _MAGNITUDES = np.unique(
 )
 _GRID = np.concatenate([-_MAGNITUDES[::-1], [0.0], _MAGNITUDES])
 _STEPS = np.linspace(0.0, 1.0, 200)  # of a finite range
+# Where a function is said to flush.
+_EVERYDAY = np.concatenate([sign * np.geomspace(0.01, 29.9, 200) for sign in (-1.0, 1.0)])
 
 
 class Call(NamedTuple):
@@ -45,11 +48,11 @@ class Call(NamedTuple):
         are_same: Whether both operands are one tensor.
     """
 
-    terms: float = 1
+    terms: float = INFINITY
     are_same: bool = False
 
 
-ONCE = Call()
+UNKNOWN_CALL = Call()
 
 
 class Outcome(NamedTuple):
@@ -66,6 +69,40 @@ class Outcome(NamedTuple):
     terms: float = 1
 
 
+# What the range and the error of a function do not say of it.
+Trait = Literal[
+    "adds",  # its operands, or subtracts them
+    "sums",  # elements of its last operand, as many as the call has terms
+    "accumulates",  # so many terms, which it makes of elements: squares, products or shares
+    "multiplies",  # its operands
+    "multiplies_matrices",  # on Tensor Cores, or is made of such products
+    "divides",  # and is infinite where it divides by 0
+    "flushes",  # ordinary operands have results that float16 rounds to 0
+    "needs_range",  # and nothing else of float32, so that bfloat16 does
+    "selects",  # its results are as exact as its operands
+    "compares",  # its operands, so that a constant that is infinite in a format does no harm
+]
+Traits = tuple[Trait, ...]
+
+
+@dataclass(frozen=True)
+class Formula:
+    """What functions of several numbers, or of sums of them, compute.
+
+    Args:
+        combine: Returns what is known of the result.
+        compute: Computes it for float64 arrays; `None` if it is not elementwise.
+        traits: What else is true of it.
+    """
+
+    combine: Callable[[Sequence[Value], Call], Outcome]
+    compute: Callable[..., Any] | None = None
+    traits: Traits = ()
+
+    def __call__(self, operands: Sequence[Value], call: Call = UNKNOWN_CALL) -> Outcome:
+        return self.combine(operands, call)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Function:
     """A row of the table.
@@ -75,47 +112,38 @@ class Function:
         keras: Its names in Keras, in lowercase letters and without underscores: of classes of
             operations in `keras.ops`, of layers, and of activations, with their default arguments.
         tensorflow: The types of TensorFlow's operations.
-        source: Where its numbers can be looked up.
+        source: Where it can be looked up in which precision it runs, or what its range is. By
+            default this follows from its formula alone.
         overflow: Why float16 does not do where the data decide how large its operands are.
         in_16_bits: Why it runs in 16 bits, whatever its operands; may be empty.
-        in_float32: Why it needs float32, whatever its operands; may be empty.
-        flushes: Whether ordinary operands have results that float16 rounds to 0.
-        needs_range_only: Whether bfloat16, which has the range of float32, does where float16 does
-            not.
+        in_float32: Why it needs float32, whatever its operands; may be empty. If it names float16,
+            this is not why in bfloat16.
         most_terms: How many terms 16-bit kernels add up with a small error; by default as many as
             arithmetic in 16 bits allows. Where it is given, kernels for bfloat16 add up in float32.
         domain: Where it is defined: the range of its first operand.
-        divides: Whether it is infinite where it divides by 0.
-        multiplies: Whether it multiplies its operands.
-        is_matrix_product: Whether Tensor Cores do so, or whether it is made of such products.
-        is_sum: Whether it adds its operands, or subtracts them.
-        adds_up: Whether it adds up so many terms as the call has.
-        is_exact: Whether its results are as exact as its operands.
-        makes_integers: Whether its results are integers, which should be exact.
-        ignores_infinity: Whether a constant that is infinite in a format does no harm.
     """
 
     name: str
     keras: str = ""
     tensorflow: str = ""
-    source: str = "IEEE 754"
+    source: str = DERIVATION
     overflow: str = ""
     in_16_bits: str = ""
     in_float32: str = ""
-    flushes: bool = False
-    needs_range_only: bool = False
     most_terms: float | None = None
     domain: tuple[float, float] = (-INFINITY, INFINITY)
-    divides: bool = False
-    multiplies: bool = False
-    is_matrix_product: bool = False
-    is_sum: bool = False
-    adds_up: bool = False
-    is_exact: bool = False
-    makes_integers: bool = False
-    ignores_infinity: bool = False
 
-    def of(self, operands: Sequence[Value], call: Call = ONCE) -> Outcome:
+    @property
+    def traits(self) -> Traits:
+        """What its range and its error do not say."""
+        return ()
+
+    @functools.cached_property
+    def adds_up(self) -> bool:
+        """Whether it adds up so many terms as the call has."""
+        return "sums" in self.traits or "accumulates" in self.traits
+
+    def of(self, operands: Sequence[Value], call: Call = UNKNOWN_CALL) -> Outcome:
         """Returns what it makes of its operands, which only float operands are."""
         raise NotImplementedError
 
@@ -129,9 +157,12 @@ class Move(Function):
     """
 
     adds_zeros: bool = False
-    is_exact: bool = True
 
-    def of(self, operands: Sequence[Value], call: Call = ONCE) -> Outcome:
+    @property
+    def traits(self) -> Traits:
+        return ("selects",)
+
+    def of(self, operands: Sequence[Value], call: Call = UNKNOWN_CALL) -> Outcome:
         if self.adds_zeros and operands:
             operands = [*operands, Value(0.0, 0.0)]
         return Outcome(union(operands))
@@ -144,12 +175,14 @@ class Fixed(Function):
     Args:
         low: The smallest result.
         high: The largest one.
+        traits: What these do not say.
     """
 
     low: float = -INFINITY
     high: float = INFINITY
+    traits: Traits = ()
 
-    def of(self, operands: Sequence[Value], call: Call = ONCE) -> Outcome:
+    def of(self, operands: Sequence[Value], call: Call = UNKNOWN_CALL) -> Outcome:
         return Outcome(Value(self.low, self.high))
 
 
@@ -176,8 +209,19 @@ class Elementwise(Function):
     assumed: float = INFINITY
     has_steps: bool = False
 
-    def of(self, operands: Sequence[Value], call: Call = ONCE) -> Outcome:
+    def of(self, operands: Sequence[Value], call: Call = UNKNOWN_CALL) -> Outcome:
         return _of_one(self, operands[0])
+
+    @functools.cached_property
+    def traits(self) -> Traits:
+        low, high = self.domain
+        points = _EVERYDAY[(low <= _EVERYDAY) & (high >= _EVERYDAY)]
+        with np.errstate(all="ignore"):
+            sizes = np.abs(self.compute(points))
+            at_zero, far = self.compute(np.array([0.0, INFINITY]))
+        is_flushed = (sizes > 0.0) & (sizes <= 2.0**FLOAT16.flush_exponent)
+        found: Traits = ("flushes",) if is_flushed.any() else ()
+        return (*found, "divides") if at_zero == INFINITY and far == 0.0 else found
 
     @functools.cached_property
     def tends_to_number(self) -> bool:
@@ -193,13 +237,17 @@ class Combination(Function):
     """A function of several numbers, or of sums of them.
 
     Args:
-        combine: Returns what it makes of its operands.
+        formula: What it computes.
     """
 
-    combine: Callable[[Sequence[Value], Call], Outcome]
+    formula: Formula
 
-    def of(self, operands: Sequence[Value], call: Call = ONCE) -> Outcome:
-        return self.combine(operands, call)
+    @property
+    def traits(self) -> Traits:
+        return self.formula.traits
+
+    def of(self, operands: Sequence[Value], call: Call = UNKNOWN_CALL) -> Outcome:
+        return self.formula(operands, call)
 
 
 @functools.lru_cache(maxsize=4096)

@@ -13,9 +13,10 @@ _TORCH = "torch.amp's op reference"
 _GRAPPLER = "TensorFlow's auto_mixed_precision_lists.h"
 _PAPER = "Micikevicius et al. 2018, section 3.3"
 _KERAS = "Keras' source"
-_KERNELS = "TensorFlow's kernels"
-_CPU_KERNELS = "TensorFlow's CPU kernels"
+_RANDOM = "TensorFlow's random_distributions.h"
+_ARITHMETIC = "IEEE 754"  # it defines sums, signs, the larger of two, rounding and conversions
 _BINARY16 = "IEEE 754 binary16"
+_ASSUMPTION = "an assumption of kmp"
 
 # The largest normalized value of n is sqrt(n); of 768 it is 28.
 NORMALIZED = 32.0
@@ -32,16 +33,19 @@ _LARGEST_NORMAL = 8.0
 # and 0.09. The sum of 256 elements is Inf if they exceed 255. A GPU pays for the cast of the input.
 LARGEST_POOL = 256
 LARGEST_DEPTHWISE_KERNEL = 1024
-LONG_SUM = "float16 sums over so many elements overflow or lose small ones on a CPU"
+_SUMS_ON_CPU = "float16 sums over so many elements overflow or lose small ones on a CPU"
 
 _POWERS = "powers overflow float16: 256 squared > 65504"
 _SQUARES = "sums of squares overflow float16"
+_SQUARES_OF_VECTOR = "its sum of squares can be Inf or 0 in float16"
 _EXPONENTIALS = "exponentials overflow float16: exp(12) > 65504"
 _QUOTIENTS = "quotients of small divisors overflow float16"
 _RECIPROCALS = "reciprocals of values below 1.5e-5 overflow float16"
 _LOGARITHMS = "logarithms amplify float16 rounding errors; values flushed to zero become -Inf"
 _PRODUCTS = "products of two large values overflow float16: 256 times 256 > 65504"
 _SUMS = "long sums overflow float16 or lose small elements"
+_LONG_PRODUCTS = "products of many elements overflow float16 or are 0"
+_SUMS_OF_EXPONENTIALS = "the logarithm of a sum of exponentials, which loses small ones in float16"
 _PROBABILITIES = "exp, sum and division: float16 flushes small probabilities to zero"
 _AMPLIFIES = "amplifies the float16 rounding errors of its input"
 
@@ -56,10 +60,8 @@ FUNCTIONS: tuple[Function, ...] = (
         tensorflow="Pow",
         source=f"{_TORCH}, {_GRAPPLER}",
         overflow=_POWERS,
-        flushes=True,
         domain=(0.0, INFINITY),  # but for exponents that are integers
-        divides=True,
-        combine=combinations.power,
+        formula=combinations.power,
     ),
     Elementwise(
         name="exponential",
@@ -69,7 +71,6 @@ FUNCTIONS: tuple[Function, ...] = (
         overflow=_EXPONENTIALS,
         compute=np.exp,
         degree=INFINITY,
-        flushes=True,
     ),
     Elementwise(
         name="exponential minus 1",
@@ -83,17 +84,15 @@ FUNCTIONS: tuple[Function, ...] = (
     Elementwise(
         name="power of 2",
         keras="exp2",
-        source=f"{_TORCH}, {_GRAPPLER}",
         overflow=_EXPONENTIALS,
         compute=np.exp2,
         degree=INFINITY,
-        flushes=True,
     ),
     Elementwise(
         name="hyperbolic sine",
         keras="sinh",
         tensorflow="Sinh",
-        source=f"{_TORCH}, {_GRAPPLER}",
+        source=_TORCH,
         overflow=_EXPONENTIALS,
         compute=np.sinh,
         degree=INFINITY,
@@ -102,7 +101,7 @@ FUNCTIONS: tuple[Function, ...] = (
         name="hyperbolic cosine",
         keras="cosh",
         tensorflow="Cosh",
-        source=f"{_TORCH}, {_GRAPPLER}",
+        source=_TORCH,
         overflow=_EXPONENTIALS,
         compute=np.cosh,
         turns=(0.0,),
@@ -112,7 +111,6 @@ FUNCTIONS: tuple[Function, ...] = (
         name="Bessel function",
         keras="i0",
         tensorflow="BesselI0",
-        source=_TORCH,
         overflow=_EXPONENTIALS,
         compute=np.i0,
         turns=(0.0,),
@@ -121,16 +119,15 @@ FUNCTIONS: tuple[Function, ...] = (
     Combination(
         name="half sum of squares",
         tensorflow="L2Loss",
-        source=f"{_PAPER}, {_TORCH}",
+        source=f"{_PAPER}, {_GRAPPLER}",
         overflow=_SQUARES,
-        adds_up=True,
-        combine=combinations.sum_of_squares,
+        formula=combinations.sum_of_squares,
     ),
     Elementwise(
         name="square",
         keras="square",
         tensorflow="Square",
-        source=f"{_TORCH}, {_GRAPPLER}",
+        source=_TORCH,
         overflow=_POWERS,
         compute=np.square,
         turns=(0.0,),
@@ -139,38 +136,33 @@ FUNCTIONS: tuple[Function, ...] = (
     Combination(
         name="squared difference",
         tensorflow="SquaredDifference",
-        source=f"{_TORCH}, {_GRAPPLER}",
+        source=_TORCH,
         overflow=_POWERS,
-        combine=combinations.squared_difference,
+        formula=combinations.squared_difference,
     ),
     Combination(
         name="norm",
         tensorflow="EuclideanNorm",
         source=f"{_PAPER}, {_TORCH}",
         overflow=_SQUARES,
-        adds_up=True,
-        combine=combinations.norm,
+        formula=combinations.norm,
     ),
     # Quotients, roots and logarithms.
     Combination(
         name="quotient",
         keras="divide truedivide",
-        tensorflow="RealDiv Div",
+        tensorflow="RealDiv Div Xdivy",  # the last is 0 for 0 / 0
         source=_BINARY16,
         overflow=_QUOTIENTS,
-        needs_range_only=True,
-        divides=True,
-        combine=combinations.divided,
+        formula=combinations.divided,
     ),
     Combination(
         name="quotient",
         keras="dividenonan",
-        tensorflow="DivNoNan Xdivy",
+        tensorflow="DivNoNan",
         source=_BINARY16,
         overflow=_QUOTIENTS,
-        needs_range_only=True,
-        divides=True,
-        combine=combinations.divided_or_zero,
+        formula=combinations.divided_or_zero,
     ),
     Combination(
         name="reciprocal",
@@ -178,8 +170,7 @@ FUNCTIONS: tuple[Function, ...] = (
         tensorflow="Reciprocal Inv",
         source=_TORCH,
         overflow=_RECIPROCALS,
-        divides=True,
-        combine=combinations.inverted,
+        formula=combinations.inverted,
     ),
     Elementwise(
         name="reciprocal of the root",
@@ -190,7 +181,6 @@ FUNCTIONS: tuple[Function, ...] = (
         compute=lambda x: 1.0 / np.sqrt(x),
         domain=(0.0, INFINITY),
         degree=0.0,
-        divides=True,
     ),
     Elementwise(
         name="logarithm",
@@ -235,28 +225,28 @@ FUNCTIONS: tuple[Function, ...] = (
         tensorflow="Xlogy",
         source=_TORCH,
         overflow=_LOGARITHMS,
-        combine=combinations.times_logarithm,
+        formula=combinations.times_logarithm,
     ),
     Combination(
         name="logarithm",
         tensorflow="Xlog1py",
         source=_TORCH,
         overflow=_LOGARITHMS,
-        combine=combinations.times_logarithm_of_sum,
+        formula=combinations.times_logarithm_of_sum,
     ),
     Combination(
         name="cross-entropy",
         keras="binarycrossentropy categoricalcrossentropy sparsecategoricalcrossentropy ctcloss",
         source=_TORCH,
         in_float32=_LOGARITHMS,
-        combine=combinations.cross_entropy,
+        formula=combinations.cross_entropy,
     ),
     Combination(
         name="cross-entropy",
         tensorflow="SoftmaxCrossEntropyWithLogits SparseSoftmaxCrossEntropyWithLogits",
         source=f"{_PAPER}, {_TORCH}",
-        in_float32=_PROBABILITIES,
-        combine=combinations.cross_entropy_of_logits,
+        in_float32=_SUMS_OF_EXPONENTIALS,
+        formula=combinations.cross_entropy_of_logits,
     ),
     # Products, sums and means.
     Combination(
@@ -265,52 +255,46 @@ FUNCTIONS: tuple[Function, ...] = (
         tensorflow="Mul MulNoNan",
         source=_BINARY16,
         overflow=_PRODUCTS,
-        needs_range_only=True,
-        multiplies=True,
-        combine=combinations.multiplied,
+        formula=combinations.multiplied,
     ),
     Combination(
         name="cross product",
         keras="cross",
         tensorflow="Cross",
-        source=f"{_TORCH}, {_GRAPPLER}",
-        overflow=_POWERS,
-        combine=combinations.cross_product,
+        source=_BINARY16,
+        overflow=_PRODUCTS,
+        formula=combinations.cross_product,
     ),
     Combination(
         name="product with a power of 2",
         keras="ldexp",
         source=_BINARY16,
         overflow=_EXPONENTIALS,
-        needs_range_only=True,
-        combine=combinations.scaled_by_power_of_two,
+        formula=combinations.scaled_by_power_of_two,
     ),
     Combination(
         name="product of elements",
         keras="prod",
         tensorflow="Prod",
-        source=f"{_PAPER}, {_GRAPPLER}",
-        overflow=_SUMS,
-        adds_up=True,
-        combine=combinations.product_of_elements,
+        source=_TORCH,
+        overflow=_LONG_PRODUCTS,
+        formula=combinations.product_of_elements,
     ),
     Combination(
         name="cumulative product",
         keras="cumprod segmentprod",
         tensorflow="Cumprod UnsortedSegmentProd SegmentProd SegmentProdV2",
-        source=f"{_PAPER}, {_GRAPPLER}",
-        overflow=_SUMS,
-        adds_up=True,
-        combine=combinations.products_of_elements,
+        source=_TORCH,
+        overflow=_LONG_PRODUCTS,
+        formula=combinations.products_of_elements,
     ),
     Combination(
         name="sum",
         keras="sum",
         tensorflow="Sum",
-        source=f"{_PAPER}, {_GRAPPLER}",
+        source=f"{_PAPER}, {_TORCH}, {_GRAPPLER}",
         overflow=_SUMS,
-        adds_up=True,
-        combine=combinations.summed,
+        formula=combinations.summed,
     ),
     Combination(
         name="sum",
@@ -319,71 +303,72 @@ FUNCTIONS: tuple[Function, ...] = (
             "Cumsum UnsortedSegmentSum SegmentSum SegmentSumV2 ScatterNd DenseBincount Bincount"
             " SparseSegmentSum"
         ),
-        source=f"{_PAPER}, {_GRAPPLER}",
+        source=f"{_PAPER}, {_TORCH}",
         overflow=_SUMS,
-        adds_up=True,
-        combine=combinations.accumulated,
+        formula=combinations.accumulated,
     ),
     Combination(
         name="sum",
         tensorflow="TensorScatterAdd",
-        source=f"{_PAPER}, {_GRAPPLER}",
+        source=_PAPER,
         overflow=_SUMS,
-        adds_up=True,
-        combine=combinations.accumulated_in,
+        formula=combinations.accumulated_in,
     ),
     Combination(
         name="sum of products",
         keras="vdot",
-        source=f"{_PAPER}, {_GRAPPLER}",
-        overflow=_SUMS,
-        adds_up=True,
-        combine=combinations.dot_product,
+        source=_PAPER,
+        overflow="sums of products of large values overflow float16",
+        formula=combinations.dot_product,
     ),
     Combination(
         name="mean",
         tensorflow="Mean SparseSegmentMean",
         source=f"{_PAPER}, {_GRAPPLER}",
         overflow=_SUMS,
-        adds_up=True,
-        combine=combinations.averaged,
+        formula=combinations.averaged,
     ),
     Combination(
         name="mean",
         keras="mean",
         source=_KERAS,
         in_16_bits="Keras computes it in float32 for every input dtype",
-        adds_up=True,
-        combine=combinations.averaged,
+        formula=combinations.averaged,
     ),
     Combination(
         name="average pooling",
         keras=(
             "averagepool averagepooling1d averagepooling2d averagepooling3d"
             " adaptiveaveragepool adaptiveaveragepooling1d adaptiveaveragepooling2d"
-            " adaptiveaveragepooling3d globalaveragepooling1d globalaveragepooling2d"
+            " adaptiveaveragepooling3d globalaveragepooling2d"
             " globalaveragepooling3d"
         ),
         tensorflow="AvgPool AvgPool3D FractionalAvgPool",
-        source=_CPU_KERNELS,
-        overflow=LONG_SUM,
+        source="TensorFlow's avgpooling_op.cc",
+        overflow=_SUMS_ON_CPU,
         most_terms=LARGEST_POOL,
-        adds_up=True,
-        combine=combinations.averaged,
+        formula=combinations.averaged,
+    ),
+    Combination(
+        name="average pooling",
+        keras="globalaveragepooling1d",
+        source=_KERAS,
+        in_float32="with a mask, its sum over all steps may overflow float16",
+        formula=combinations.averaged_with_mask,
     ),
     Combination(
         name="sum",
         keras="add",
         tensorflow="Add AddV2 BiasAdd BiasAddV1 AddN AccumulateNV2",
-        is_sum=True,
-        combine=combinations.added,
+        source=_ARITHMETIC,
+        formula=combinations.added,
     ),
     Combination(
         name="difference",
         keras="subtract",
         tensorflow="Sub",
-        is_sum=True,
-        combine=combinations.subtracted,
+        source=_ARITHMETIC,
+        formula=combinations.subtracted,
     ),
     # Matrix products, and layers and kernels of them.
     Combination(
@@ -394,9 +379,7 @@ FUNCTIONS: tuple[Function, ...] = (
             " SparseTensorDenseMatMul XlaDot XlaDotV2"
         ),
         source=f"{_TORCH}, {_GRAPPLER}",
-        multiplies=True,
-        is_matrix_product=True,
-        combine=combinations.matrix_product,
+        formula=combinations.matrix_product,
     ),
     Combination(
         name="convolution",
@@ -409,9 +392,7 @@ FUNCTIONS: tuple[Function, ...] = (
             " XlaConv XlaConvV2"
         ),
         source=f"{_TORCH}, {_GRAPPLER}",
-        multiplies=True,
-        is_matrix_product=True,
-        combine=combinations.convolved,
+        formula=combinations.convolved,
     ),
     Combination(
         name="depthwise convolution",
@@ -420,17 +401,14 @@ FUNCTIONS: tuple[Function, ...] = (
             " separableconv2d"
         ),
         tensorflow="DepthwiseConv2dNative DepthwiseConv2dNativeBackpropInput",
-        source=_CPU_KERNELS,
-        overflow=LONG_SUM,
+        source="TensorFlow's depthwise_conv_op.cc",
+        overflow=_SUMS_ON_CPU,
         most_terms=LARGEST_DEPTHWISE_KERNEL,
-        multiplies=True,
-        is_matrix_product=True,
-        adds_up=True,
-        combine=combinations.convolved_by_channel,
+        formula=combinations.convolved_by_channel,
     ),
     Fixed(
         name="recurrent layer",
-        is_matrix_product=True,
+        traits=("multiplies_matrices",),
         keras=(
             "rnn simplernn simplernncell lstm lstmcell gru grucell stackedrnncells convlstm1d"
             " convlstm2d convlstm3d"
@@ -439,14 +417,14 @@ FUNCTIONS: tuple[Function, ...] = (
     ),
     Fixed(
         name="attention",
-        is_matrix_product=True,
+        traits=("multiplies_matrices",),
         keras="dotproductattention",
         source="Keras' source, TensorFlow's softmax_op_gpu.cu.cc",
         in_16_bits="its softmax runs in float32",
     ),
     Fixed(
         name="attention",
-        is_matrix_product=True,
+        traits=("multiplies_matrices",),
         keras=(
             "attention additiveattention multiheadattention groupqueryattention"
             " groupedqueryattention"
@@ -464,22 +442,21 @@ FUNCTIONS: tuple[Function, ...] = (
         tensorflow="Softmax",
         source=f"{_PAPER}, {_TORCH}",
         in_float32=_PROBABILITIES,
-        flushes=True,
-        combine=combinations.softmax,
+        formula=combinations.softmax,
     ),
     Combination(
         name="logarithm of the softmax",
         keras="logsoftmax",
         tensorflow="LogSoftmax",
         source=f"{_PAPER}, {_TORCH}",
-        in_float32=_PROBABILITIES,
-        combine=combinations.log_softmax,
+        in_float32=_SUMS_OF_EXPONENTIALS,
+        formula=combinations.log_softmax,
     ),
     Fixed(
         name="sparsemax",
         keras="sparsemax",
-        source=f"{_PAPER}, {_TORCH}",
-        in_float32=_PROBABILITIES,
+        source=_KERAS,
+        in_float32="its threshold is made of cumulative sums, which lose small elements",
         low=0.0,  # that of Keras 3.15 exceeds 1: its threshold adds up cumulative sums
     ),
     # Normalization.
@@ -524,7 +501,7 @@ FUNCTIONS: tuple[Function, ...] = (
     Fixed(
         name="correlation",
         keras="corrcoef",
-        source=f"{_PAPER}, {_KERAS}",
+        source=_KERAS,
         in_float32="the variance of values above 256 overflows float16",
         low=-1.0,
         high=1.0,
@@ -533,8 +510,17 @@ FUNCTIONS: tuple[Function, ...] = (
         name="division by the norm",
         keras="normalize unitnormalization",
         source=f"{_PAPER}, {_TORCH}",
-        in_float32="its sum of squares is Inf or 0 in float16",
-        needs_range_only=True,
+        in_float32=_SQUARES_OF_VECTOR,
+        traits=("needs_range",),
+        low=-1.0,
+        high=1.0,
+    ),
+    Fixed(
+        name="product of normalized vectors",
+        keras="normalizeddot",
+        source=f"{_PAPER}, {_TORCH}",
+        in_float32=_SQUARES_OF_VECTOR,
+        traits=("multiplies_matrices", "needs_range"),
         low=-1.0,
         high=1.0,
     ),
@@ -543,7 +529,6 @@ FUNCTIONS: tuple[Function, ...] = (
         name="root",
         keras="sqrt",
         tensorflow="Sqrt",
-        source=_TORCH,
         overflow=_AMPLIFIES,
         compute=np.sqrt,
         domain=(0.0, INFINITY),
@@ -552,7 +537,6 @@ FUNCTIONS: tuple[Function, ...] = (
     Elementwise(
         name="cube root",
         keras="cbrt",
-        source=_TORCH,
         overflow=_AMPLIFIES,
         compute=np.cbrt,
         degree=1.0 / 3.0,
@@ -560,8 +544,7 @@ FUNCTIONS: tuple[Function, ...] = (
     Combination(
         name="hypotenuse",
         keras="hypot",
-        source=f"{_PAPER}, {_TORCH}",
-        combine=combinations.hypotenuse,
+        formula=combinations.hypotenuse,
     ),
     Elementwise(
         name="sine",
@@ -596,6 +579,7 @@ FUNCTIONS: tuple[Function, ...] = (
     Elementwise(
         name="cardinal sine",
         keras="sinc",
+        source=_KERAS,
         compute=np.sinc,
         turns=formulas.turns_of_sinc(),
         degree=0.0,
@@ -629,7 +613,7 @@ FUNCTIONS: tuple[Function, ...] = (
         name="angle",
         keras="arctan2",
         tensorflow="Atan2",
-        combine=combinations.angle,
+        formula=combinations.angle,
     ),
     Elementwise(
         name="inverse hyperbolic sine",
@@ -642,7 +626,6 @@ FUNCTIONS: tuple[Function, ...] = (
         name="inverse hyperbolic cosine",
         keras="arccosh",
         tensorflow="Acosh",
-        source=_TORCH,
         overflow=_AMPLIFIES,
         compute=np.arccosh,
         domain=(1.0, INFINITY),
@@ -652,7 +635,6 @@ FUNCTIONS: tuple[Function, ...] = (
         name="inverse hyperbolic tangent",
         keras="arctanh",
         tensorflow="Atanh",
-        source=_TORCH,
         overflow=_AMPLIFIES,
         compute=np.arctanh,
         domain=(-1.0, 1.0),
@@ -669,7 +651,6 @@ FUNCTIONS: tuple[Function, ...] = (
     Elementwise(
         name="quantile of the normal distribution",
         tensorflow="Ndtri",
-        source=_TORCH,
         overflow=_AMPLIFIES,
         compute=formulas.ndtri,
         domain=(0.0, 1.0),
@@ -678,6 +659,7 @@ FUNCTIONS: tuple[Function, ...] = (
         name="error function",
         keras="erf",
         tensorflow="Erf",
+        source=_GRAPPLER,
         compute=formulas.erf,
         degree=0.0,
     ),
@@ -685,14 +667,13 @@ FUNCTIONS: tuple[Function, ...] = (
         name="complementary error function",
         keras="erfc",
         tensorflow="Erfc",
+        source=_GRAPPLER,
         compute=formulas.erfc,
         degree=0.0,
-        flushes=True,
     ),
     Elementwise(
         name="logarithm of the gamma function",
         tensorflow="Lgamma",
-        source=_TORCH,
         overflow=_AMPLIFIES,
         compute=formulas.lgamma,
         domain=(0.0, INFINITY),
@@ -711,58 +692,60 @@ FUNCTIONS: tuple[Function, ...] = (
         name="sigmoid",
         keras="sigmoid",
         tensorflow="Sigmoid",
+        source=_GRAPPLER,
         compute=formulas.sigmoid,
         degree=0.0,
-        flushes=True,
     ),
     Elementwise(
         name="hyperbolic tangent",
         keras="tanh",
         tensorflow="Tanh",
+        source=_GRAPPLER,
         compute=np.tanh,
         degree=0.0,
     ),
     Elementwise(
         name="SiLU",
         keras="silu swish",
+        source=_KERAS,
         compute=lambda x: x * formulas.sigmoid(x),
         turns=(-1.2784645427610738,),
         assumed=GATE,
-        flushes=True,
     ),
     Elementwise(
         name="GELU",
         keras="gelu",
+        source=_KERAS,
         compute=formulas.gelu,
         turns=(-0.7517915246935645,),
         assumed=GATE,
-        flushes=True,
     ),
     Elementwise(
         name="Mish",
         keras="mish",
+        source=_KERAS,
         compute=lambda x: x * np.tanh(formulas.softplus(x)),
         turns=(-1.1924312145154427,),
         assumed=GATE,
-        flushes=True,
     ),
     Elementwise(
         name="softplus",
         keras="softplus",
         tensorflow="Softplus",
+        source=_GRAPPLER,
         compute=formulas.softplus,
-        flushes=True,
     ),
     Elementwise(
         name="logarithm of the sigmoid",
         keras="logsigmoid",
+        source=_KERAS,
         compute=lambda x: -formulas.softplus(-x),
-        flushes=True,
     ),
     Elementwise(
         name="softsign",
         keras="softsign",
         tensorflow="Softsign",
+        source=_GRAPPLER,
         compute=lambda x: x / (1.0 + np.abs(x)),
         degree=0.0,
     ),
@@ -770,134 +753,142 @@ FUNCTIONS: tuple[Function, ...] = (
         name="ELU",
         keras="elu celu",
         tensorflow="Elu",
+        source=_GRAPPLER,
         compute=formulas.elu,
     ),
     Elementwise(
         name="SELU",
         keras="selu",
         tensorflow="Selu",
+        source=_GRAPPLER,
         compute=lambda x: 1.0507009873554805 * formulas.elu(x, 1.6732632423543772),
     ),
     Combination(
         name="ReLU",
         keras="relu",
         tensorflow="Relu",
-        is_exact=True,
-        combine=combinations.rectified,
+        source=_GRAPPLER,
+        formula=combinations.rectified,
     ),
     Combination(
         name="ReLU6",
         keras="relu6",
         tensorflow="Relu6",
-        is_exact=True,
-        combine=combinations.rectified_up_to_six,
+        source=_GRAPPLER,
+        formula=combinations.rectified_up_to_six,
     ),
     Combination(
         name="leaky ReLU",
         keras="leakyrelu prelu",
         tensorflow="LeakyRelu",
-        is_exact=True,
-        combine=combinations.leaky,
+        source=_GRAPPLER,
+        formula=combinations.leaky,
     ),
     Combination(
         name="threshold",
         keras="threshold hardshrink",
-        is_exact=True,
-        combine=combinations.shrunk,
+        source=_KERAS,
+        formula=combinations.shrunk,
     ),
     Elementwise(
         name="soft shrinkage",
         keras="softshrink",
+        source=_KERAS,
         compute=lambda x: x - np.clip(x, -0.5, 0.5),
     ),
     Elementwise(
         name="tanh shrinkage",
         keras="tanhshrink",
+        source=_KERAS,
         compute=formulas.tanh_shrink,
     ),
     Elementwise(
         name="hard tanh",
         keras="hardtanh",
+        source=_KERAS,
         compute=lambda x: np.clip(x, -1.0, 1.0),
         degree=0.0,
     ),
     Elementwise(
         name="hard sigmoid",
         keras="hardsigmoid",
+        source=_KERAS,
         compute=lambda x: np.clip(x / 6.0 + 0.5, 0.0, 1.0),
         degree=0.0,
     ),
     Elementwise(
         name="hard SiLU",
         keras="hardsilu hardswish",
+        source=_KERAS,
         compute=lambda x: x * np.clip(x / 6.0 + 0.5, 0.0, 1.0),
         turns=(-1.5,),
     ),
     Elementwise(
         name="sparse sigmoid",
         keras="sparsesigmoid",
+        source=_KERAS,
         compute=lambda x: np.clip((x + 1.0) / 2.0, 0.0, 1.0),
         degree=0.0,
     ),
     Elementwise(
         name="sparse softplus",
         keras="sparseplus",
+        source=_KERAS,
         compute=formulas.sparse_plus,
     ),
     Elementwise(
         name="squareplus",
         keras="squareplus",
-        source=f"{_TORCH}, {_GRAPPLER}",
+        source=_KERAS,
         in_float32=_POWERS,
         compute=formulas.squareplus,
     ),
     Combination(
         name="gated linear unit",
         keras="glu",
-        combine=combinations.gated,
+        source=_KERAS,
+        formula=combinations.gated,
     ),
     # Choices, rounding and remainders.
     Combination(
         name="magnitude",
         keras="abs absolute fabs",
         tensorflow="Abs",
-        is_exact=True,
-        combine=combinations.absolute,
+        source=_ARITHMETIC,
+        formula=combinations.absolute,
     ),
     Combination(
         name="opposite",
         keras="negative",
         tensorflow="Neg",
-        is_exact=True,
-        combine=combinations.negative,
+        source=_ARITHMETIC,
+        formula=combinations.negative,
     ),
     Combination(
         name="maximum",
         keras="maximum fmax",
         tensorflow="Maximum",
-        is_exact=True,
-        ignores_infinity=True,
-        combine=combinations.larger,
+        source=_ARITHMETIC,
+        formula=combinations.larger,
     ),
     Combination(
         name="minimum",
         keras="minimum fmin",
         tensorflow="Minimum",
-        is_exact=True,
-        ignores_infinity=True,
-        combine=combinations.smaller,
+        source=_ARITHMETIC,
+        formula=combinations.smaller,
     ),
     Combination(
         name="clip",
         tensorflow="ClipByValue",
-        is_exact=True,
-        ignores_infinity=True,
-        combine=combinations.clipped,
+        source=_GRAPPLER,
+        formula=combinations.clipped,
     ),
     Elementwise(
         name="sign",
         keras="sign",
         tensorflow="Sign",
+        source=_GRAPPLER,
         compute=np.sign,
         turns=(0.0,),
         degree=0.0,
@@ -906,6 +897,7 @@ FUNCTIONS: tuple[Function, ...] = (
     Fixed(
         name="Heaviside function",
         keras="heaviside",
+        source=_KERAS,
         low=0.0,
         high=1.0,
     ),
@@ -913,6 +905,7 @@ FUNCTIONS: tuple[Function, ...] = (
         name="floor",
         keras="floor",
         tensorflow="Floor",
+        source=_ARITHMETIC,
         compute=np.floor,
         has_steps=True,
     ),
@@ -920,12 +913,14 @@ FUNCTIONS: tuple[Function, ...] = (
         name="ceiling",
         keras="ceil",
         tensorflow="Ceil",
+        source=_ARITHMETIC,
         compute=np.ceil,
         has_steps=True,
     ),
     Elementwise(
         name="integer part",
         keras="trunc",
+        source=_ARITHMETIC,
         compute=np.trunc,
         has_steps=True,
     ),
@@ -933,6 +928,7 @@ FUNCTIONS: tuple[Function, ...] = (
         name="rounding",
         keras="round",
         tensorflow="Round Rint",
+        source=_ARITHMETIC,
         compute=np.rint,
         has_steps=True,
     ),
@@ -948,15 +944,13 @@ FUNCTIONS: tuple[Function, ...] = (
         tensorflow="FloorDiv TruncateDiv",
         source=_BINARY16,
         overflow=_QUOTIENTS,
-        needs_range_only=True,
-        divides=True,
-        combine=combinations.floor_divided,
+        formula=combinations.floor_divided,
     ),
     Combination(
         name="remainder",
         keras="mod",
         tensorflow="FloorMod",
-        combine=combinations.remainder,
+        formula=combinations.remainder,
     ),
     # Moves.
     Move(
@@ -970,28 +964,32 @@ FUNCTIONS: tuple[Function, ...] = (
             "Max MaxPool MaxPoolV2 MaxPool3D MaxPoolWithArgmax FractionalMaxPool SegmentMax"
             " SegmentMaxV2 UnsortedSegmentMax"
         ),
+        source=_GRAPPLER,
     ),
     Move(
         name="minimum",
         keras="min amin nanmin segmentmin",
         tensorflow="Min SegmentMin SegmentMinV2 UnsortedSegmentMin",
+        source=_GRAPPLER,
     ),
     Move(
         name="cast",
         keras="cast saturatecast",
         tensorflow="Cast",
+        source=_ARITHMETIC,
     ),
     Combination(
         name="median",
         keras="median nanmedian percentile nanpercentile quantile nanquantile",
-        combine=combinations.interpolated,
+        source=_KERAS,
+        formula=combinations.interpolated,
     ),
     Combination(
         name="mean",
         keras="average",
-        source=f"{_PAPER}, {_GRAPPLER}",
+        source=_PAPER,
         overflow=_SUMS,
-        combine=combinations.averaged_together,
+        formula=combinations.averaged_together,
     ),
     Move(
         name="move",
@@ -1020,6 +1018,7 @@ FUNCTIONS: tuple[Function, ...] = (
             " TensorScatterMin TensorScatterUpdate TensorStridedSliceUpdate Tile TopK TopKV2"
             " Transpose Unique UniqueV2 Unpack XlaDynamicSlice XlaDynamicUpdateSlice"
         ),
+        source=_GRAPPLER,
     ),
     Move(
         name="move",
@@ -1033,18 +1032,19 @@ FUNCTIONS: tuple[Function, ...] = (
             " MatrixDiagPartV3 MatrixDiagV2 MatrixDiagV3 Pad SpaceToBatch SpaceToBatchND"
             " SparseToDense TensorListReserve"
         ),
+        source=_GRAPPLER,
         adds_zeros=True,
     ),
     Combination(
         name="interval",
         tensorflow="Range LinSpace",
-        combine=combinations.stepped,
+        formula=combinations.stepped,
     ),
     # Ranges that do not depend on operands.
     Fixed(
         name="look-up",
         keras="embedding reversibleembedding",
-        source=f"{_TORCH}, {_GRAPPLER}",
+        source=_ASSUMPTION,
         low=-LEARNED,
         high=LEARNED,
     ),
@@ -1052,12 +1052,14 @@ FUNCTIONS: tuple[Function, ...] = (
         name="one-hot encoding",
         keras="onehot multihot",
         tensorflow="OneHot",
+        source=_GRAPPLER,
         low=0.0,
         high=1.0,
     ),
     Fixed(
         name="random number",
         tensorflow="RandomUniform StatelessRandomUniform StatelessRandomUniformV2",
+        source=_RANDOM,
         low=0.0,
         high=1.0,
     ),
@@ -1067,12 +1069,14 @@ FUNCTIONS: tuple[Function, ...] = (
             "ParameterizedTruncatedNormal RandomStandardNormal StatelessRandomNormal"
             " StatelessRandomNormalV2"
         ),
+        source=_RANDOM,
         low=-_LARGEST_NORMAL,
         high=_LARGEST_NORMAL,
     ),
     Fixed(
         name="random number",
         tensorflow="StatelessTruncatedNormal StatelessTruncatedNormalV2 TruncatedNormal",
+        source=_RANDOM,
         low=-2.0,
         high=2.0,
     ),
@@ -1084,6 +1088,7 @@ FUNCTIONS: tuple[Function, ...] = (
     Fixed(
         name="noise",
         keras="alphadropout gaussiandropout gaussiannoise",
+        source=_KERAS,
     ),
     Fixed(
         name="angle",
@@ -1101,43 +1106,42 @@ FUNCTIONS: tuple[Function, ...] = (
     Fixed(
         name="unknown number",
         tensorflow="Bitcast CTCGreedyDecoder Digamma Empty Imag Polygamma Zeta",
+        source="",
     ),
     # Images.
     Combination(
         name="interpolation",
         keras="upsampling2d upsampling3d",
         source=_KERAS,
-        combine=combinations.interpolated,
+        formula=combinations.interpolated,
     ),
     Combination(
         name="interpolation",
         keras="resize scaleandtranslate",
         tensorflow="ResizeArea ResizeBicubic ResizeBilinear ScaleAndTranslate",
-        source=_KERNELS,
+        source="TensorFlow's image_ops.cc",
         in_float32="TensorFlow has no 16-bit kernel",
-        combine=combinations.interpolated_by_splines,
+        formula=combinations.interpolated_by_splines,
     ),
     Combination(
         name="interpolation",
         keras="affinetransform perspectivetransform mapcoordinates",
         tensorflow="CropAndResize ImageProjectiveTransformV2 ImageProjectiveTransformV3",
-        source=_KERNELS,
-        combine=combinations.interpolated_with_zeros,
+        formula=combinations.interpolated_with_zeros,
     ),
     Combination(
         name="RGB to HSV",
         keras="rgbtohsv",
         tensorflow="RGBToHSV",
-        source=_TORCH,
         overflow=_RECIPROCALS,
         domain=(0.0, INFINITY),
-        combine=combinations.to_hsv,
+        formula=combinations.to_hsv,
     ),
     Combination(
         name="HSV to RGB",
         keras="hsvtorgb",
         tensorflow="HSVToRGB",
-        combine=combinations.from_hsv,
+        formula=combinations.from_hsv,
     ),
     # Float32 and float64 only.
     Fixed(
@@ -1147,7 +1151,7 @@ FUNCTIONS: tuple[Function, ...] = (
             "FFT FFT2D FFT3D FFTND IFFT IFFT2D IFFT3D IFFTND IRFFT IRFFT2D IRFFT3D IRFFTND RFFT"
             " RFFT2D RFFT3D RFFTND"
         ),
-        source=_KERNELS,
+        source="TensorFlow's spectral_ops.cc",
         in_float32="TensorFlow has no 16-bit kernel",
     ),
     Fixed(
@@ -1168,14 +1172,14 @@ FUNCTIONS: tuple[Function, ...] = (
             " MatrixSolveLs MatrixSquareRoot MatrixTriangularSolve Qr SelfAdjointEig"
             " SelfAdjointEigV2 Svd TridiagonalSolve"
         ),
-        source=_KERNELS,
+        source="TensorFlow's core/kernels/linalg",
         in_float32="TensorFlow has no 16-bit kernel",
     ),
     Fixed(
         name="complex number",
         keras="polar",
         tensorflow="Complex ComplexAbs Conj",
-        source=_KERNELS,
+        source="TensorFlow's math_ops.cc",
         in_float32="TensorFlow has no 16-bit kernel",
     ),
 )
@@ -1240,7 +1244,7 @@ def einsum_function(subscripts: str) -> Function:
     output = set(explicit_output) if arrow else _implicit_output(operands)
     summed = set("".join(operands)) - output
     if len(operands) == 1:
-        return _SUM if summed else _MOVE
+        return LONG_SUM if summed else _MOVE
     if not summed:
         return _PRODUCT
     counts = [sum(index in each for each in operands) for index in summed]
@@ -1255,16 +1259,18 @@ def _implicit_output(operands: list[str]) -> set[str]:
 
 
 GATE_FUNCTION = _OF_KERAS["silu"]
+LONG_SUM = _OF_TENSORFLOW["Sum"]
 # What kmp finds by the operands.
-BELOW_MAXIMUM = Combination(name="difference from the maximum", combine=combinations.below_maximum)
+BELOW_MAXIMUM = Combination(name="difference from the maximum", formula=combinations.below_maximum)
 TO_INTEGER = Move(
     name="cast to integers",
-    makes_integers=True,
+    source=_ARITHMETIC,
     overflow="16 bits round the numbers that it casts to integers",
 )
-SUM_WITH_ONE = Combination(name="sum", overflow=_SUMS, combine=combinations.sum_with_one)
+SUM_WITH_ONE = Combination(
+    name="sum", source=_PAPER, overflow=_SUMS, formula=combinations.sum_with_one
+)
 _MOVE = _OF_TENSORFLOW["Identity"]
-_SUM = _OF_TENSORFLOW["Sum"]
 _SUM_OF_PRODUCTS = _OF_KERAS["vdot"]
 _PRODUCT = _OF_TENSORFLOW["Mul"]
 _MATRIX_PRODUCT = _OF_TENSORFLOW["MatMul"]

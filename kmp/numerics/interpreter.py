@@ -2,16 +2,25 @@
 
 A graph is a list of nodes, each of which computes a function of the table. What it is a graph of,
 such as a Keras model or what TensorFlow traces of a layer, does not matter.
+
+`interpret` goes through the nodes once. Of each it computes the value (range and error) from those
+of its operands by the row of its function, rounds it if the node is in 16 bits, and notes the
+problems: what leaves the range, what 16 bits lose. `needing_float32` sets the units of nodes with
+problems to float32, and interprets again, until there are none or only those that float32 does not
+avoid. For `log(sigmoid(x))`: the sigmoid is 0 to 1 with an error that a logarithm makes large, so
+the unit of the logarithm has a problem (`own`); in float32 it still gets a rounded sigmoid, whose
+unit follows (`amplified`). A unit that multiplies matrices keeps a problem of large data (`left`).
 """
 
 import math
+import re
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from kmp.numerics.function import (
     LARGEST_ERROR,
-    ONCE,
+    UNKNOWN_CALL,
     Call,
     Combination,
     Elementwise,
@@ -19,6 +28,7 @@ from kmp.numerics.function import (
     Function,
     Outcome,
 )
+from kmp.numerics.functions import TO_INTEGER
 from kmp.numerics.values import DATA, INFINITY, Value
 from kmp.utils.float_formats import FLOAT16, FloatFormat
 
@@ -30,9 +40,13 @@ _LARGEST_LOSS = 0.25
 # A steeper function makes errors of the smallest numbers as large as ordinary ones, in any format;
 # in float16, its gradients are infinite.
 _LARGEST_SLOPE = FLOAT16.max
+# How much larger, or smaller, the values of other batches may be than those of one that was
+# measured. Of nine batches the largest was 1.8 times that of the first; training a classifier from
+# its initial weights enlarges the outputs of layers up to 7 times (benchmarks/output_growth.py).
+_HEADROOM = 16.0
 # A factor up to this enlarges a value little: 1 + tanh(x) is at most 2.
 _SMALL_FACTOR = 8.0
-TOO_FEW_BITS = "bfloat16 has 8 significant bits, too few for this operation"
+_TOO_FEW_BITS = "bfloat16 has 8 significant bits, too few for this operation"
 
 
 @dataclass(eq=False, repr=False)  # it has all nodes before it
@@ -51,17 +65,19 @@ class Node:
         value: What is known of it, whatever its operands; `None` if they decide.
         constants: The numbers of the smallest and the largest magnitude in each constant among its
             operands; of a constant, its own.
+        measured: The range of its values with a batch, if that is known.
     """
 
     function: Function | None = None
     operands: Sequence["Node | Value"] = ()
-    call: Call = ONCE
+    call: Call = UNKNOWN_CALL
     place: Callable[[], str] = str
     units: tuple[Hashable, ...] = ()
     is_float32: bool = False
     follows: Sequence["Node"] = ()
     value: Value | None = None
     constants: Sequence[float] = ()
+    measured: Value | None = None
 
 
 @dataclass(frozen=True)
@@ -98,14 +114,14 @@ class Problem:
         if self.kind == "constant":
             return f"the constant {self.number:g} {_loss_of(self.number, number_format)}"
         assert function is not None
-        is_of_kernel = "kernel" in function.in_float32
-        if self.kind == "always" and (number_format is FLOAT16 or is_of_kernel):
+        is_of_float16 = re.search(rf"\b{FLOAT16.name}", function.in_float32)
+        if self.kind == "always" and (number_format is FLOAT16 or not is_of_float16):
             return function.in_float32
-        if function.makes_integers:
+        if function is TO_INTEGER:
             exact, largest = number_format.max_exact_integer, self.operand.magnitude
             return f"{name} has integers up to {exact}, and it casts numbers up to {largest:.5g}"
         if number_format is not FLOAT16:
-            return TOO_FEW_BITS
+            return _TOO_FEW_BITS
         if self.kind == "range" and self.operand.is_bounded and self.result.is_bounded:
             return (
                 f"the {function.name} of numbers up to {self.operand.magnitude:.3g} may reach"
@@ -122,13 +138,22 @@ class Problem:
     @property
     def is_mild(self) -> bool:
         """Whether ordinary data have no problem, as in products, long sums and a softmax."""
+        traits = self.node.function.traits if self.node.function else ()
         if self.kind == "range":
-            is_cast = self.node.function is not None and self.node.function.is_exact
+            is_cast = "selects" in traits
             return not self.is_certain and (is_cast or self.result.growth < INFINITY)
         if self.kind == "error":
             return self.number < INFINITY
-        is_softmax = self.kind == "always" and self.result.is_bounded
+        is_softmax = self.kind == "always" and "flushes" in traits
         return is_softmax or (self.kind == "terms" and not self.operand.is_bounded)
+
+    @property
+    def is_of_large_numbers(self) -> bool:
+        """Whether smaller numbers have no such problem, unlike those that are close to a pole."""
+        function = self.node.function
+        if self.kind != "slope" or function is None:
+            return self.kind == "range"
+        return -INFINITY in function.domain and "divides" not in function.traits
 
     @property
     def source(self) -> str:
@@ -148,6 +173,7 @@ class Interpretation:
             have too large an error.
         unknown: The nodes in 16 bits that multiply what only the data bound, or whose function is
             not known.
+        shown: The nodes whose error is large beside how the measured results vary.
     """
 
     values: dict[Node, Value] = field(default_factory=dict)
@@ -155,6 +181,7 @@ class Interpretation:
     clustering: set[Node] = field(default_factory=set)
     problems: list[Problem] = field(default_factory=list)
     unknown: list[Node] = field(default_factory=list)
+    shown: set[Node] = field(default_factory=set)
 
 
 def interpret(
@@ -162,19 +189,31 @@ def interpret(
 ) -> Interpretation:
     """Returns what a graph does to numbers.
 
+    Where a batch tells what a node gets and returns, measured ranges take the place of bounds:
+    results that stay in the range of the format for numbers up to `_HEADROOM` times as large do so
+    for all data, and errors are compared with how the measured results vary.
+
     Args:
         nodes: Its nodes, each after those that it is computed from.
         number_format: A 16-bit format.
         float32: The units that compute in float32.
     """
-    found = Interpretation()
-    for node in nodes:
-        follows = not found.float32.isdisjoint(node.follows if node.units else node.operands)
-        if node.is_float32 or follows or not float32.isdisjoint(node.units):
-            found.float32.add(node)
-        _Step(node, number_format, found).run()
-        if _clusters(node, found):
-            found.clustering.add(node)
+    found = _interpreted(nodes, number_format, float32)
+    if any(node.measured is not None for node in nodes):
+        of_batch = _interpreted(nodes, number_format, float32, uses_measured=True)
+        judged, harmful = _judged(nodes), {each.node for each in of_batch.problems}
+        harmful |= {each.node for each in found.problems if not each.is_of_large_numbers}
+        found.problems = [
+            each for each in found.problems if each.node in harmful or each.node not in judged
+        ]
+        known = {each.node for each in found.problems}
+        for problem in of_batch.problems:
+            if problem.kind == "error" and problem.node in judged:
+                found.shown.add(problem.node)
+                found.problems += [problem] if problem.node not in known else []
+        found.unknown = [
+            each for each in found.unknown if each in of_batch.unknown or each not in judged
+        ]
     powers = [each for each in found.problems if each.kind == "range" and each.is_mild]
     if powers:
         users: dict[Node, list[Node]] = {node: [] for node in nodes}
@@ -187,9 +226,46 @@ def interpret(
     return found
 
 
+def _interpreted(
+    nodes: Sequence[Node],
+    number_format: FloatFormat,
+    float32: Set[Hashable],
+    *,
+    uses_measured: bool = False,
+) -> Interpretation:
+    found = Interpretation()
+    for node in nodes:
+        follows = not found.float32.isdisjoint(node.follows if node.units else node.operands)
+        if node.is_float32 or follows or not float32.isdisjoint(node.units):
+            found.float32.add(node)
+        _Step(node, number_format, found, uses_measured).run()
+        if _clusters(node, found):
+            found.clustering.add(node)
+    return found
+
+
+def _judged(nodes: Sequence[Node]) -> set[Node]:
+    """Returns the nodes of which a batch tells what they get and what they return.
+
+    The range of a function of one tensor follows from that of the tensor. Of two, it does not:
+    they may depend on each other, as those whose difference is small.
+    """
+    known, judged = set[Node](), set[Node]()
+    for node in nodes:
+        before = [each for each in node.operands if isinstance(each, Node)]
+        data = [each for each in before if each.value is None or each.measured is not None]
+        is_constant = node.value is not None and node.value.is_bounded
+        follows = len(set(data)) == 1 and node.function is not None and known.issuperset(before)
+        if node.measured is not None or is_constant or follows:
+            known.add(node)
+            if known.issuperset(before):
+                judged.add(node)
+    return judged
+
+
 def _clusters(node: Node, found: Interpretation) -> bool:
     function = node.function
-    if function is None or function.is_matrix_product or isinstance(function, Fixed):
+    if function is None or "multiplies_matrices" in function.traits or isinstance(function, Fixed):
         return False
     own = isinstance(function, Elementwise) and function.tends_to_number
     is_probability = bool(function.in_float32) and found.values[node].is_bounded
@@ -213,7 +289,7 @@ def _ends_in_bounded(node: Node, users: Mapping[Node, Sequence[Node]]) -> bool:
                 continue
             if not isinstance(function, Combination):
                 return False
-            if function.adds_up or function.is_matrix_product:
+            if function.adds_up or "multiplies_matrices" in function.traits:
                 return False
             if user not in seen:
                 seen.add(user)
@@ -228,6 +304,7 @@ class _Step:
     node: Node
     number_format: FloatFormat
     found: Interpretation
+    uses_measured: bool
 
     @property
     def is_float32(self) -> bool:
@@ -244,6 +321,8 @@ class _Step:
         else:
             outcome = Outcome(DATA)
         value = self._rounded(self._as_data(self._limited(outcome.value), operands))
+        if self.uses_measured and node.measured is not None:
+            value = value.within(node.measured.with_headroom(_HEADROOM))
         problems = list(self._problems(operands, outcome, value))
         if problems:  # those of the nodes after it are their own
             value = replace(value, relative=0.0, absolute=0.0)
@@ -259,7 +338,7 @@ class _Step:
         """Returns a result without ends that the format does not have, as of `clip(x, -1e9, 1)`."""
         function, largest = self.node.function, self.number_format.max
         is_beyond = value.magnitude > largest and value.is_bounded
-        if function is None or not function.ignores_infinity or not is_beyond:
+        if function is None or "compares" not in function.traits or not is_beyond:
             return value
         low = value.low if value.low >= -largest else -INFINITY
         high = value.high if value.high <= largest else INFINITY
@@ -278,12 +357,12 @@ class _Step:
         clusters = any(
             each in self.found.clustering for each, known in pairs if not known.is_bounded
         )
-        is_sum = function.is_sum and not clusters
-        if not (is_sum or function.adds_up or function.multiplies or len(data) > 1):
+        is_sum = "adds" in function.traits and not clusters
+        if not (is_sum or function.adds_up or "multiplies" in function.traits or len(data) > 1):
             return value
         bounded = [each for each in operands if each.is_bounded]
         relative = max((each.relative for each in bounded), default=0.0)
-        if function.multiplies:
+        if "multiplies" in function.traits:
             return replace(value, relative=relative)
         absolute = max(each.absolute for each in data)
         if is_sum and not self.is_float32:
@@ -302,11 +381,9 @@ class _Step:
         absolute = value.absolute
         is_small = value.smallest_magnitude < number_format.smallest_normal
         is_tiny = value.magnitude < number_format.smallest_normal
-        if is_tiny or (function is not None and function.flushes and is_small):
+        if is_tiny or (function is not None and "flushes" in function.traits and is_small):
             absolute += number_format.smallest_subnormal / 2
-        is_cast = any(each in self.found.float32 for each in self.node.operands)
-        is_exact = function is not None and function.is_exact and not is_cast
-        unit = 0.0 if is_exact else unit_roundoff(number_format)
+        unit = 0.0 if _is_exact(self.node, self.found) else unit_roundoff(number_format)
         relative = value.relative + unit if value.is_bounded else max(value.relative, unit)
         return replace(value, relative=relative, absolute=absolute)
 
@@ -336,11 +413,11 @@ class _Step:
         node, number_format = self.node, self.number_format
         function, result = node.function, outcome.value
         assert function is not None
-        does_for_range = function.needs_range_only and number_format is not FLOAT16
+        does_for_range = _does_for_range(function, number_format)
         if function.in_float32 and not does_for_range:
             yield Problem(node, "always", largest, result)
         for number in node.constants:
-            is_ignored = function.ignores_infinity and abs(number) > number_format.max
+            is_ignored = "compares" in function.traits and abs(number) > number_format.max
             if _is_lost(number, number_format) and not is_ignored:
                 yield Problem(node, "constant", largest, result, number)
         if does_for_range:
@@ -369,7 +446,7 @@ class _Step:
         assert function is not None
         pairs = zip(self.node.operands, operands, strict=True)
         rounded = [value for each, value in pairs if each not in self.found.float32]
-        if function.makes_integers and result.is_bounded:
+        if function is TO_INTEGER and result.is_bounded:
             return result.magnitude > self.number_format.max_exact_integer
         if result.is_bounded:
             were_in_range = all(each.magnitude <= largest for each in rounded if each.is_bounded)
@@ -377,13 +454,20 @@ class _Step:
         if result.growth > max(1.0, *(each.growth for each in rounded), 0.0):
             return True
         were_in_range = all(each.size <= largest for each in rounded)
-        return function.multiplies and were_in_range and result.size > largest
+        return "multiplies" in function.traits and were_in_range and result.size > largest
+
+
+def _is_exact(node: Node, found: Interpretation) -> bool:
+    """Whether a result needs no rounding to 16 bits, unlike that of a cast of float32."""
+    function = node.function
+    is_cast = any(each in found.float32 for each in node.operands)
+    return function is not None and "selects" in function.traits and not is_cast
 
 
 def _multiplies_data(node: Node, operands: Sequence[Value], number_format: FloatFormat) -> bool:
     """Whether a product may leave the range of float16 for large data; small factors may not."""
     function = node.function
-    if function is None or not function.multiplies or number_format is not FLOAT16:
+    if function is None or "multiplies" not in function.traits or number_format is not FLOAT16:
         return False
     sizes = [each.magnitude for each in operands if each.magnitude > _SMALL_FACTOR]
     return len(sizes) > 1 and math.prod(sizes) > number_format.max
@@ -421,6 +505,21 @@ def _loss_of(number: float, number_format: FloatFormat) -> str:
         return f"exceeds {number_format.max:g} and overflows in {number_format.name}"
     smallest = number_format.smallest_subnormal
     return f"is below {smallest:.0g} and is zero in {number_format.name}"
+
+
+def reason_for_all_data(function: Function, number_format: FloatFormat, terms: float = 1) -> str:
+    """Returns why a function of so many terms needs float32 whatever its operands, or `""`."""
+    node = Node(function)
+    if function.in_float32 and not _does_for_range(function, number_format):
+        return Problem(node, "always").reason(number_format)
+    if function.adds_up and _adds_too_many(function, terms, number_format):
+        return Problem(node, "terms", number=terms).reason(number_format)
+    return ""
+
+
+def _does_for_range(function: Function, number_format: FloatFormat) -> bool:
+    """Whether a function only needs the range of float32, which this format has."""
+    return "needs_range" in function.traits and number_format is not FLOAT16
 
 
 def _adds_too_many(function: Function, terms: float, number_format: FloatFormat) -> bool:
@@ -479,9 +578,11 @@ def needing_float32(
         unhelped = [
             each for each in found.problems if each.kind == "error" and each.node in found.float32
         ]
-        rounding = _rounding_before(nodes, found) if unhelped else {}
+        rounding = {}
+        for is_shown in {each.node in found.shown for each in unhelped}:
+            rounding[is_shown] = _rounding_before(nodes, found, any_size=is_shown)
         for problem in unhelped:
-            for source in rounding[problem.node]:
+            for source in rounding[problem.node in found.shown][problem.node]:
                 is_free = chosen.isdisjoint(source.units) and source.units[0] not in gaining
                 if not (problem.node.units and is_free):
                     continue
@@ -509,11 +610,13 @@ def _unit_before(node: Node, found: Interpretation) -> Hashable | None:
     return None
 
 
-def _rounding_before(nodes: Iterable[Node], found: Interpretation) -> dict[Node, set[Node]]:
+def _rounding_before(
+    nodes: Iterable[Node], found: Interpretation, *, any_size: bool
+) -> dict[Node, set[Node]]:
     """Returns the closest nodes before each that round to 16 bits, and what passes their results.
 
-    Not those whose results are as large as the data: the sum of two values of any size, such as a
-    residual connection, is not small.
+    Without `any_size`, not those whose results are as large as the data: the sum of two values of
+    any size, such as a residual connection, is not small.
     """
     before: dict[Node, set[Node]] = {}
     passed: dict[Node, set[Node]] = {}  # of a node and those before it, what rounds
@@ -522,11 +625,13 @@ def _rounding_before(nodes: Iterable[Node], found: Interpretation) -> dict[Node,
         for each in node.operands:
             if isinstance(each, Node):
                 before[node] |= passed[each]
-        is_exact = node.function is not None and node.function.is_exact
+        is_exact = _is_exact(node, found)
         passed[node] = set()
         if node in found.float32:
             passed[node] = before[node]
-        elif node.units and _is_small(node, found) and (before[node] or not is_exact):
+        elif not node.units or not (any_size or _is_small(node, found)):
+            continue
+        elif before[node] or not is_exact:
             passed[node] = {node} | (before[node] if is_exact else set())
     return before
 

@@ -6,13 +6,11 @@ vary. Added to it is what the result alone shows: terms of a sum that change not
 a limit that the function only tends to.
 """
 
-import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from kmp.numerics import combinations
 from kmp.numerics.function import Combination, Elementwise, Function
 from kmp.numerics.values import INFINITY
 from kmp.utils.float_formats import FLOAT32, FloatFormat
@@ -25,24 +23,6 @@ _NOTED_ERROR = 0.01  # of results; smaller ones are their rounding
 # and roots add to it is less.
 _AMPLIFIED = 4.0
 _STEP = 2.0**-26  # of a derivative, relative to the operand: the root of float64's precision
-
-# The functions of several numbers, of arrays.
-_OF_ARRAYS: Mapping[Callable[..., Any], Callable[..., np.ndarray]] = {
-    combinations.added: lambda *operands: functools.reduce(np.add, operands),
-    combinations.angle: np.arctan2,
-    combinations.divided: np.divide,
-    combinations.divided_or_zero: lambda x, y: np.where(y == 0.0, 0.0, x / np.where(y, y, 1.0)),
-    combinations.hypotenuse: np.hypot,
-    combinations.inverted: np.reciprocal,
-    combinations.multiplied: np.multiply,
-    combinations.power: np.power,
-    combinations.squared_difference: lambda x, y: np.square(x - y),
-    combinations.subtracted: np.subtract,
-    combinations.times_logarithm: lambda x, y: np.where(x == 0.0, 0.0, x * np.log(y)),
-    combinations.times_logarithm_of_sum: lambda x, y: np.where(x == 0.0, 0.0, x * np.log1p(y)),
-}
-_SUMS = combinations.added, combinations.subtracted
-_LONG_SUMS = combinations.summed, combinations.accumulated
 
 
 class Loss(NamedTuple):
@@ -71,12 +51,12 @@ def is_elementwise(function: Function | None) -> bool:
 
 def adds(function: Function | None) -> bool:
     """Whether a function adds up numbers, of one tensor or of several."""
-    return isinstance(function, Combination) and function.combine in (*_SUMS, *_LONG_SUMS)
+    return function is not None and ("adds" in function.traits or "sums" in function.traits)
 
 
 def is_long_sum(function: Function | None) -> bool:
     """Whether a function adds up elements of one tensor."""
-    return isinstance(function, Combination) and function.combine in _LONG_SUMS
+    return function is not None and "sums" in function.traits
 
 
 def exact_result(function: Function | None, operands: Sequence[np.ndarray]) -> np.ndarray | None:
@@ -129,7 +109,7 @@ def _formula(function: Function | None) -> Callable[..., Any] | None:
     if isinstance(function, Elementwise) and not function.has_steps:
         return function.compute
     if isinstance(function, Combination):
-        return _OF_ARRAYS.get(function.combine)
+        return function.formula.compute
     return None
 
 
@@ -141,7 +121,7 @@ def _losses(
     rounded: FloatFormat,
 ) -> Iterator[Loss]:
     """Yields what an elementwise function loses."""
-    is_sum = isinstance(function, Combination) and function.combine in _SUMS
+    is_sum = "adds" in function.traits
     largest = max(float(np.max(np.abs(each))) for each in operands)
     arrays = [np.broadcast_to(each, exact.shape) for each in operands]
     varying = [index for index, each in enumerate(arrays) if _varies(each)]
@@ -187,7 +167,7 @@ def _kind(function: Function) -> LossKind:
     """Returns the kind of an error that a function enlarges."""
     if isinstance(function, Elementwise) and function.period < INFINITY:
         return "phase"
-    if isinstance(function, Combination) and function.combine in _SUMS:
+    if "adds" in function.traits:
         return "cancellation"
     return "amplification"
 

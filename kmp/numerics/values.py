@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -55,6 +55,25 @@ class Value:
         high = max(self.size, self.low) if self.high == INFINITY else self.high
         return low, high
 
+    def within(self, other: "Value") -> "Value":
+        """Returns it with no other values than those in a range that is finite.
+
+        Errors that are relative to the data become those of data of that size.
+        """
+        low, high = max(self.low, other.low), min(self.high, other.high)
+        if low > high:
+            low, high = other.low, other.high
+        absolute = self.absolute
+        if not self.is_bounded and self.size:
+            absolute *= other.magnitude / self.size
+        return replace(self, low=low, high=high, degree=0.0, absolute=absolute)
+
+    def with_headroom(self, factor: float) -> "Value":
+        """Returns the range of values that are up to so many times as large or as small."""
+        low = self.low * factor if self.low < 0.0 else self.low / factor
+        high = self.high * factor if self.high > 0.0 else self.high / factor
+        return replace(self, low=low, high=high)
+
     @property
     def ordinary_magnitude(self) -> float:
         """The largest magnitude for ordinary data."""
@@ -63,7 +82,7 @@ class Value:
     @property
     def is_bounded(self) -> bool:
         """Whether the range is finite, whatever the data."""
-        return math.isfinite(self.magnitude)
+        return self.low > -INFINITY and self.high < INFINITY
 
     @property
     def has_one_sign(self) -> bool:

@@ -100,12 +100,12 @@ HARMFUL = compared(gradient_errors=[wrong("net/dense")])
 FORWARD = compared(is_forward_only=True)
 NEAR_OVERFLOW = {"net/kernel": gradient(14)}
 HALF_ZERO = {"net/kernel": gradient(-6), "net/bias": ALL_ZERO}
-ONCE = compared(), None, None
+UNKNOWN_CALL = compared(), None, None
 
 # What was recorded, with its settings, and a part of what is not known.
 OPEN = {
     "nothing compared": (three(None), {}, "no batches of the run were compared"),
-    "compared once": (three(*ONCE), {}, "only 1 batch"),
+    "compared once": (three(*UNKNOWN_CALL), {}, "only 1 batch"),
     "compared early": (
         three(compared(), compared(), steps=(1, 30, 100)),
         {},
@@ -238,7 +238,7 @@ def test_bfloat16_is_judged_by_rounding_and_not_by_its_range():
     replays = compared(0.01), None, compared(0.005, gradient_errors=errors)
     sound = text_of(*three(*replays, variables=small), **BFLOAT16)
     assert sound.startswith("bfloat16 does not hurt this run: ")
-    uncertain = text_of(*three(*ONCE, variables=small), **BFLOAT16)
+    uncertain = text_of(*three(*UNKNOWN_CALL, variables=small), **BFLOAT16)
     assert uncertain.startswith("It is not known whether bfloat16 hurts this run.")
     assert "scale" not in sound + uncertain
 

@@ -193,7 +193,10 @@ def reference_of(function):
 def references_by_name(function):
     """Yields what TensorFlow and Keras compute by each name of a row, with default arguments."""
     for kind in function.tensorflow.split():
-        operands = len(op_def_registry.get(kind).input_arg)
+        definition = op_def_registry.get(kind)
+        if definition is None:  # an older TensorFlow
+            continue
+        operands = len(definition.input_arg)
         domains = (function.domain, *(ANY,) * (operands - 1))
         yield Reference(raw(kind), domains, (0,) * operands)
     for module in (ops, keras.activations):
