@@ -11,7 +11,7 @@ class Reason(enum.Enum):
     IN_USE = "while an optimizer of kmp, or what was made under `kmp.enable`, is in use"
     CONVERSION = "while `kmp.convert` builds layers"
     STEP = "while a guarded training step is traced or runs eagerly"
-    REPLAY = "while a replay, `kmp.audit` or `kmp.convert` passes a batch; acts in that thread only"
+    REPLAY = "while a replay, audit or conversion traces code or runs a batch, in that thread only"
 
 
 @dataclass(frozen=True)
@@ -389,14 +389,15 @@ PRIVATE_NAMES = (
     ),
     PrivateName(
         "keras:KerasTensor._keras_history",
-        "`kmp.convert` follows the graph of a functional model, and `compile` warns about its"
-        " outputs in float16",
-        "raises an error in `kmp.convert`, and does not warn",
+        "`kmp.convert`, `kmp.audit` and a log follow the graph of a functional model, and `compile`"
+        " warns about its outputs in float16",
+        "raises an error in the first two, the log does not say which layers follow each layer, and"
+        " `compile` does not warn",
     ),
     PrivateName(
         "keras:Model._run_through_graph",
-        "`kmp.convert` rebuilds a functional model, and a log says which layers follow each layer",
-        "raises an error in `kmp.convert`, and the log does not say it",
+        "`kmp.convert` rebuilds a functional model",
+        "raises an error in `kmp.convert`",
     ),
     PrivateName(
         "keras:Model._autoconvert_optionals",

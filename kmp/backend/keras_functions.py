@@ -15,6 +15,8 @@ def function_of(operation: keras.Operation) -> Function | None:
         return einsum_function(attributes["subscripts"])
     if name == "Round" and attributes.get("decimals"):
         return keras_function("round_to_decimals")
+    if isinstance(operation, keras.layers.Dot) and attributes.get("normalize"):
+        return keras_function("normalized_dot")
     names = (base.__name__ for base in type(operation).__mro__ if is_keras_class(base))
     return next(filter(None, map(keras_function, names)), None)
 

@@ -88,9 +88,15 @@ def graph_tensors(model: keras.Model, name: str) -> list[keras.KerasTensor]:
     return tensors if all(isinstance(tensor, keras.KerasTensor) for tensor in tensors) else []
 
 
+def call_of(tensor: keras.KerasTensor) -> Any:
+    """Returns the node of the call that produces a tensor of a graph."""
+    history = required(tensor, "keras:KerasTensor._keras_history")
+    return calls_of(history.operation)[history.node_index]
+
+
 def producer_of(tensor: keras.KerasTensor) -> keras.Operation:
     """Returns the operation that produces a tensor of a graph."""
-    return required(tensor, "keras:KerasTensor._keras_history").operation
+    return call_of(tensor).operation
 
 
 def without_wrong_sparsity(tensors: Any) -> Any:

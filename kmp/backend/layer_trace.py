@@ -4,6 +4,7 @@ The layers keep their policies: this thread reads another one while it traces.
 """
 
 import contextlib
+import functools
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
@@ -14,10 +15,12 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from kmp.backend.attributes import attributes_restored
 from kmp.backend.inventory import Reason
 from kmp.backend.keras_internals import defining_class, global_policy, sublayers
 from kmp.backend.patching import patches
 from kmp.backend.step_graph import StepGraph, recording
+from kmp.backend.thread_overrides import Method, own_method
 from kmp.utils import user_messages
 from kmp.utils.context_values import context_value
 
@@ -104,6 +107,7 @@ def traced(
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
     dtype: str,
+    is_known: Callable[[keras.Layer], bool],
 ) -> LayerTrace:
     """Traces a call, within `reading_policies`. Nothing runs, and no state changes.
 
@@ -112,6 +116,8 @@ def traced(
         args: Its arguments. A `KerasTensor` stands for any tensor of its shape.
         kwargs: Its keyword arguments.
         dtype: The dtype of float tensors among them.
+        is_known: Whether only the shapes and dtypes that a layer in it returns are of interest. Its
+            code is then not traced.
     """
     inputs: list[tf.Tensor] = []
 
@@ -119,8 +125,7 @@ def traced(
         if not isinstance(value, keras.KerasTensor):
             return value
         is_float = keras.backend.is_float_dtype(value.dtype)
-        used = dtype if is_float else value.dtype
-        inputs.append(tf.compat.v1.placeholder(used, value.shape))
+        inputs.append(_placeholder(value, dtype if is_float else value.dtype))
         return inputs[-1]
 
     graph = tf.__internal__.FuncGraph("kmp_scratch_graph")
@@ -129,11 +134,16 @@ def traced(
     if unbuilt:
         raise ValueError(f"{unbuilt[0]!r} is not built, and a trace would create its weights.")
     with (
-        _attributes_restored(layers),
+        attributes_restored(layers),
+        contextlib.ExitStack() as calls_replaced,
         keras.StatelessScope(),
         graph.as_default(),
         np.errstate(over="ignore"),  # of a constant that the format does not have
     ):
+        for layer in layers:
+            if layer is not operation and is_known(layer):
+                replace = functools.partial(_returning_placeholders, layer)
+                calls_replaced.enter_context(own_method(layer, "call", replace))
         args, kwargs = keras.tree.map_structure(tensor_for, (tuple(args), dict(kwargs)))
         with recording(inputs) as step:
             assert step is not None
@@ -141,37 +151,27 @@ def traced(
     return LayerTrace(step, id(operation), inputs, [each for each in outputs if step.has(each)])
 
 
+def _placeholder(tensor: keras.KerasTensor, dtype: str) -> tf.Tensor:
+    return tf.compat.v1.placeholder(dtype, tensor.shape)
+
+
+def _returning_placeholders(layer: keras.Layer, call: Method) -> Method:
+    """Returns a `call` of a layer that adds placeholders to this graph for what it returns."""
+    graph = tf.compat.v1.get_default_graph()
+
+    def call_for_shapes(*args: Any, **kwargs: Any) -> Any:
+        # Calls in functions, such as the body of a loop, are not recorded in the trace.
+        if tf.compat.v1.get_default_graph() is not graph:
+            return call(*args, **kwargs)
+        try:
+            returned = layer.compute_output_spec(*args, **kwargs)
+            return keras.tree.map_structure(lambda each: _placeholder(each, each.dtype), returned)
+        except Exception:  # such as for a tensor of unknown rank
+            return call(*args, **kwargs)
+
+    return call_for_shapes
+
+
 def _creates_weights(layer: keras.Layer) -> bool:
     """Whether a layer may create weights when it is called for the first time."""
     return defining_class(type(layer), "build") is not keras.Layer
-
-
-@contextlib.contextmanager
-def _attributes_restored(layers: Sequence[keras.Layer]) -> Iterator[None]:
-    """Restores the attributes of layers, and the lists, dictionaries and sets among them."""
-    before = [(each, dict(vars(each))) for each in layers]
-    values = [value for _, attributes in before for value in attributes.values()]
-    # By their base classes: Keras tracks what is added to its own.
-    lists = [(each, list(each)) for each in values if isinstance(each, list)]
-    mappings = [(each, dict(each)) for each in values if isinstance(each, dict)]
-    sets = [(each, set(each)) for each in values if isinstance(each, set)]
-    try:
-        yield
-    finally:
-        for layer, attributes in before:
-            own = vars(layer)
-            for name in own.keys() - attributes.keys():
-                del own[name]
-            own.update(attributes)
-        for value, content in lists:
-            if len(value) != len(content):
-                list.clear(value)
-                list.extend(value, content)
-        for mapping, items in mappings:
-            if mapping.keys() != items.keys():
-                dict.clear(mapping)
-                dict.update(mapping, items)
-        for members, known in sets:
-            if members != known:
-                set.clear(members)
-                set.update(members, known)

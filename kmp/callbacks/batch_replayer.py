@@ -9,6 +9,7 @@ from typing import Any
 
 import keras
 
+from kmp.backend.attributes import attributes_restored
 from kmp.backend.keras_internals import compute_dtypes, has_float8_gradients
 from kmp.backend.step_graph import StepGraph
 from kmp.callbacks.replay_schedule import ReplaySchedule
@@ -28,9 +29,9 @@ from kmp.replay import (
     ReplayAttempts,
     StepContext,
     StepPrograms,
-    attributes_restored,
     failing_part,
     is_ragged,
+    objects_of_step,
     reason_of,
     replay_batch,
     traced_step,
@@ -453,7 +454,7 @@ class BatchReplayer:
             before = guard.graphs
             guard.forget_graphs()
             try:
-                with attributes_restored(layers, optimizers):
+                with attributes_restored(objects_of_step(layers, optimizers)):
                     assert known is not None
                     trace_function_again(known, models_with(layers))
                 traced = guard.graph_for(data, optimizer)

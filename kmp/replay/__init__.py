@@ -11,7 +11,7 @@ from kmp.replay.other_format import OTHER_FORMATS, other_format_of
 from kmp.replay.passes import Passes, PassResult
 from kmp.replay.replay_attempts import ReplayAttempts
 from kmp.replay.step_program import StepPrograms
-from kmp.replay.step_trace import attributes_restored, traced_step
+from kmp.replay.step_trace import objects_of_step, traced_step
 from kmp.replay.tf32 import tensor_float_32
 
 __all__ = [
@@ -29,11 +29,11 @@ __all__ = [
     "ReplayAttempts",
     "StepContext",
     "StepPrograms",
-    "attributes_restored",
     "failing_part",
     "find_float32_layers",
     "is_ragged",
     "nonfinite_rows",
+    "objects_of_step",
     "other_format_of",
     "reason_of",
     "replay_batch",

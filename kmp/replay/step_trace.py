@@ -1,12 +1,13 @@
 """The graph of a step that does not train as a graph, or of the inference of a model."""
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import keras
 import tensorflow as tf
 
+from kmp.backend.attributes import attributes_restored
 from kmp.backend.inventory import Reason
 from kmp.backend.keras_internals import sublayers
 from kmp.backend.patching import patches
@@ -27,7 +28,7 @@ def traced_step(
 ) -> StepGraph:
     """Traces a step once, up to the gradients; the code of the user runs in Python.
 
-    Attributes that it sets in layers and optimizers are restored.
+    Attributes that it sets in layers and optimizers, and what it adds to lists there, are restored.
 
     Args:
         run: The step. What it assigns it assigns in a graph that never runs.
@@ -48,7 +49,7 @@ def traced_step(
             found[:] = [step.with_gradients or step]
 
     with (
-        attributes_restored(layers, optimizers),
+        attributes_restored(objects_of_step(layers, optimizers)),
         patches.holding(Reason.REPLAY),
         context_value(user_messages.is_quiet, True),
     ):
@@ -84,27 +85,14 @@ def _recorded(step: StepGraph, operation: keras.Operation) -> Callable[..., Any]
     return recorded
 
 
-@contextlib.contextmanager
-def attributes_restored(
+def objects_of_step(
     layers: Iterable[keras.Layer], optimizers: Iterable[keras.optimizers.Optimizer]
-) -> Iterator[None]:
-    """Restores attributes that the trace of a step sets.
-
-    Code of the user may keep a tensor in one, such as a loss.
-    """
+) -> list[Any]:
+    """Returns the objects whose attributes the trace of a step sets."""
     inner = [each for layer in layers for each in sublayers(layer)]
     scaling = [each for each in optimizers if isinstance(each, LossScaleOptimizer)]
     monitors = [each.step_monitor for each in scaling]
-    objects = [*inner, *optimizers, *monitors, *(each.stage for each in monitors)]
-    before = [(each, dict(vars(each))) for each in objects]
-    try:
-        yield
-    finally:
-        for each, attributes in before:
-            own = vars(each)
-            for name in own.keys() - attributes.keys():
-                del own[name]
-            own.update(attributes)
+    return [*inner, *optimizers, *monitors, *(each.stage for each in monitors)]
 
 
 def _spec_of(value: Any) -> tf.TensorSpec:

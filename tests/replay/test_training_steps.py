@@ -336,6 +336,26 @@ def test_tensor_that_a_layer_keeps_is_that_of_the_pass():
     assert result.unscaled.layers == []
 
 
+def test_replay_leaves_nothing_in_what_a_step_keeps():
+    class Remembers(keras.layers.Layer):
+        def __init__(self):
+            super().__init__()
+            self.history, self.last, self.dtypes = [], {}, set()
+
+        def call(self, x):
+            self.history.append(ops.mean(x))
+            self.last["x"] = x
+            self.dtypes.add(x.dtype.name)
+            return x
+
+    model = own_model(Own, Remembers())
+    layer = model.layers[1]
+    layer(X[:1])  # in float16; of what it keeps, the trace replaces one
+    before = list(map(id, layer.history)), id(layer.last["x"]), set(layer.dtypes)
+    assert not is_harmful(replayed(model))
+    assert (list(map(id, layer.history)), id(layer.last["x"]), set(layer.dtypes)) == before
+
+
 def test_weights_that_float16_loses_are_found_where_they_do_harm():
     class Whitening(keras.layers.Layer):
         def build(self, shape):
