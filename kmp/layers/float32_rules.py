@@ -1,8 +1,8 @@
 """The classes of layers that need float32 in place of a 16-bit dtype: which, why, and when.
 
-What layers compute is in `kmp.numerics`. Here are those that fail in 16 bits for another reason,
-such as what the code of a class casts, and those whose arguments tell that they add up too much.
-`kmp.enable` applies `RULES` when a layer is created, `kmp.convert` and `kmp.audit` apply them to a
+`RULES` has those that fail in 16 bits for another reason than what they compute, such as what the
+code of a class casts. Of the others, `kmp.numerics` says which need float32 whatever their inputs.
+`kmp.enable` applies both when a layer is created, `kmp.convert` and `kmp.audit` apply them to a
 model before they look at its graph. `tests/conversion/test_same_float32_layers.py` compares them.
 
 `docs/hub.md` has the models that use the classes of keras-hub.
@@ -15,14 +15,15 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import keras
 import numpy as np
 
 from kmp.backend.keras_functions import function_of
 from kmp.backend.keras_internals import direct_sublayers
-from kmp.numerics import LONG_SUM, TOO_FEW_BITS
-from kmp.utils.float_formats import BFLOAT16, DTYPES_16_BIT, FLOAT16, FLOAT32
+from kmp.numerics import INFINITY, LONG_SUM, reason_for_all_data
+from kmp.utils.float_formats import BFLOAT16, DTYPES_16_BIT, FLOAT16, FLOAT32, FORMATS_16_BIT
 
 _KERAS = "Keras' source"
 _HUB = "keras-hub's source"
@@ -100,13 +101,6 @@ def _has_rounded_mask_value(layer: keras.Layer, policy: keras.DTypePolicy) -> bo
     return not np.array_equal(rounded.astype("float64"), exact)
 
 
-def _adds_too_many(layer: keras.Layer, policy: keras.DTypePolicy) -> bool:
-    """Whether the window of a layer has more elements than kernels add up well in float16."""
-    window: Any = getattr(layer, "pool_size", None) or getattr(layer, "kernel_size", ())
-    function = function_of(layer)
-    return function is not None and math.prod(window) > (function.most_terms or math.inf)
-
-
 def _adds_loss_itself(layer: keras.Layer, policy: keras.DTypePolicy) -> bool:
     """Whether the code of `call` adds a loss, and the layer has no layers in it.
 
@@ -120,9 +114,8 @@ _ARANGE = (
     "it computes positions in the dtype of its input: TensorFlow has no `arange` in float16 in a"
     " graph, and bfloat16 rounds integers above 256"
 )
-_SQUARES = "its sum of squares is Inf or 0 in float16"
 
-# The first rule that matches applies.
+# The first rule that matches applies, before what `kmp.numerics` says.
 RULES = (
     Float32Rule(
         classes=_of("kmp", "Float32 Softmax"),
@@ -144,33 +137,9 @@ RULES = (
         **_in_both("its statistics are weights, and 16 bits would round their updates away"),
     ),
     Float32Rule(
-        classes=_of("keras", "Dot"),
-        condition=lambda layer, policy: bool(getattr(layer, "normalize", False)),
-        float16=_SQUARES,
-    ),
-    Float32Rule(classes=_of("keras", "UnitNormalization"), float16=_SQUARES),
-    Float32Rule(
-        classes=_of("keras", "GlobalAveragePooling1D"),
-        float16="with a mask, its sum over all steps overflows float16",
-    ),
-    Float32Rule(
-        classes=_of(
-            "keras",
-            "AveragePooling1D AveragePooling2D AveragePooling3D DepthwiseConv1D DepthwiseConv2D"
-            " SeparableConv1D SeparableConv2D",
-        ),
-        condition=_adds_too_many,
-        float16=LONG_SUM,
-        source="TensorFlow's CPU kernels",
-    ),
-    Float32Rule(
         classes=_of("keras", "Masking"),
         condition=_has_rounded_mask_value,
         **_in_both("16 bits round its mask_value, which then equals none of the inputs"),
-    ),
-    Float32Rule(
-        classes=_of("keras", "STFTSpectrogram"),
-        **_in_both("the squares of its amplitudes exceed 65504, and it refuses bfloat16"),
     ),
     Float32Rule(
         classes=_of("keras", "SpectralNormalization"),
@@ -194,13 +163,6 @@ RULES = (
         classes=_of("keras", "UpSampling2D"),
         condition=lambda layer, policy: getattr(layer, "interpolation", "nearest") != "nearest",
         **_in_both("TensorFlow has the gradient of an interpolation in float32 only"),
-    ),
-    Float32Rule(
-        classes=_of("keras", "Layer"),
-        condition=lambda layer, policy: layer.activity_regularizer is not None,
-        float16="its activity regularizer's sum over all outputs overflows float16",
-        bfloat16="its activity regularizer sums all outputs: " + TOO_FEW_BITS,
-        source="Micikevicius et al. 2018, section 3.3",
     ),
     Float32Rule(
         classes=_of("keras", "Layer"),
@@ -256,18 +218,44 @@ def float32_rule(
         policy: A policy that computes in 16 bits.
         moment: When this is asked.
     """
-    # The names of the layer's class and of its base classes, as the table has them.
-    classes = set()
-    for base in type(layer).__mro__:
-        package, *folders = str(getattr(base, "__module__", "")).split(".")
-        classes.add(f"{package}.{base.__name__}")
-        if len(folders) > 1:
-            classes.add(f"{package}.{folders[-2]}.{base.__name__}")
-    for rule in RULES:
+    for rule in _rules_of(layer.__class__):
         is_candidate = moment in rule.moments and rule.reason(policy.compute_dtype)
-        is_match = bool(rule.classes & classes)
-        if is_candidate and is_match and (not rule.condition or rule.condition(layer, policy)):
+        if is_candidate and (not rule.condition or rule.condition(layer, policy)):
             return rule
+    return _rule_by_function(layer, policy)
+
+
+_rules_by_class: WeakKeyDictionary[type, list[Float32Rule]] = WeakKeyDictionary()
+
+
+def _rules_of(cls: type) -> list[Float32Rule]:
+    """Returns the rules that have a class, or a base class of it."""
+    if cls in _rules_by_class:
+        return _rules_by_class[cls]
+    names = set()
+    for base in cls.__mro__:
+        package, *folders = str(getattr(base, "__module__", "")).split(".")
+        names.add(f"{package}.{base.__name__}")
+        if len(folders) > 1:
+            names.add(f"{package}.{folders[-2]}.{base.__name__}")
+    found = _rules_by_class[cls] = [rule for rule in RULES if rule.classes & names]
+    return found
+
+
+def _rule_by_function(layer: keras.Layer, policy: keras.DTypePolicy) -> Float32Rule | None:
+    """Returns the rule for what a layer computes, if it needs float32 whatever its inputs."""
+    computed = []
+    function = function_of(layer)
+    # A softmax only flushes. Whether that matters depends on what gets its results.
+    if function is not None and "flushes" not in function.traits:
+        window: Any = getattr(layer, "pool_size", None) or getattr(layer, "kernel_size", ())
+        computed.append((function, math.prod(window), ""))
+    if layer.activity_regularizer is not None:
+        computed.append((LONG_SUM, INFINITY, "its activity regularizer: "))
+    for function, terms, subject in computed:
+        reason = reason_for_all_data(function, FORMATS_16_BIT[policy.compute_dtype], terms)
+        if reason:
+            return Float32Rule(**_in_both(subject + reason), source=function.source)
     return None
 
 
