@@ -9,12 +9,14 @@ import keras
 
 from kmp.backend.jit_support import jit_compilation
 from kmp.backend.keras_internals import compute_dtypes, is_keras_class, is_passthrough
+from kmp.backend.layer_graph import calls_in, output_operations
 from kmp.backend.promotion import Place, promotions_recorded
 from kmp.conversion.audit_table import Audit, AuditRow
-from kmp.conversion.cloning import Operations, clone_model
+from kmp.conversion.cloning import clone_model
 from kmp.conversion.measurement import (
     Statistics,
     inference_passes,
+    ranges_of,
     statistics_of,
 )
 from kmp.conversion.model_parts import (
@@ -22,7 +24,6 @@ from kmp.conversion.model_parts import (
     check_built,
     check_not_float64,
     is_quantized,
-    output_operations,
     parts_of,
 )
 from kmp.conversion.plan import Plan, make_plan
@@ -54,11 +55,12 @@ def audit(model: keras.Model, batch: Any = None, policy: str | None = None) -> A
     traced once, and not run.
 
     With a batch, runs the model in float32 and as a mixed-precision candidate, and reports
-    overflow, underflow and the relative error of each layer's output. The candidate of a float32
-    model is `kmp.convert(model, policy)`. A model that already computes in 16 bits is its own
-    candidate, and runs once more with all its layers in float32. The same is done in the other
-    16-bit format, so that float16 and bfloat16 can be compared before training: of a float32 model
-    with the policy of that format, else with the same layers in float32.
+    overflow, underflow and the relative error of each layer's output. The measured ranges decide
+    which operations need float32, as in `kmp.convert`. The candidate of a float32 model is the one
+    of `plan`: `kmp.convert` adds to it what overflows in it. A model that already computes in 16
+    bits is its own candidate, and runs once more with all its layers in float32. The same is done
+    in the other 16-bit format, so that float16 and bfloat16 can be compared before training: of a
+    float32 model with the policy of that format, else with the same layers in float32.
 
     A float32 model with custom classes is rebuilt, even without a batch, to find out whether
     `kmp.convert` can do so. This takes the time and memory of a conversion, and Keras numbers the
@@ -90,23 +92,30 @@ def audit(model: keras.Model, batch: Any = None, policy: str | None = None) -> A
         is_bfloat16 = computing_format(compute_dtypes(model)) is BFLOAT16
         policy = "mixed_bfloat16" if is_bfloat16 else "mixed_float16"
     policy = Plan(policy).policy
-    precision = precision_of(model, policy)
-    parts = parts_of(model, precision)
-    plan = make_plan(model, parts, policy)
     quantized = is_quantized(model)
     if quantized and batch is not None:
         raise ValueError(
             f"{model.name!r} is quantized and has no float32 version to compare with: omit `batch`."
         )
+    passes, exact, measured = None, None, None
+    if batch is not None:
+        check_not_float64(model)
+        passes = inference_passes(
+            model, {part.path: part.operation for part in parts_of(model)}, batch
+        )
+        exact = passes.in_float32()
+        measured = ranges_of(passes, exact)
+    precision = precision_of(model, policy, measured)
+    parts = parts_of(model, precision)
+    plan = make_plan(model, parts, policy)
     is_converted = quantized or not compute_dtypes(model).isdisjoint(DTYPES_16_BIT)
     error = "" if batch is not None else _conversion_error(model, parts, plan, is_converted)
     keeps_dtypes = is_converted or bool(error)
     rows = [_row(part, plan, keeps_dtypes) for part in parts]
     formats: tuple[FormatErrors, ...] = ()
     with promotions_recorded() as promoted:
-        if batch is not None:
-            operations = {part.path: part.operation for part in parts}
-            rows, formats = _with_statistics(rows, model, plan, batch, operations)
+        if passes is not None and exact is not None:
+            rows, formats = _with_statistics(rows, plan, passes, exact)
         traffic = step_traffic(model) if is_converted and not quantized else None
     return Audit(
         model=model.name,
@@ -172,13 +181,11 @@ def _planned_dtype(part: Part, plan: Plan, compute_dtype: str) -> str:
 
 
 def _with_statistics(
-    rows: list[AuditRow], model: keras.Model, plan: Plan, batch: Any, operations: Operations
+    rows: list[AuditRow], plan: Plan, passes: Passes, exact: PassResult
 ) -> tuple[list[AuditRow], tuple[FormatErrors, ...]]:
     """Returns rows with the statistics of a batch, and the errors of the outputs by format."""
-    check_not_float64(model)
-    passes = inference_passes(model, operations, batch)
-    reference = statistics_of(passes.in_float32())
-    by_format = _passes_by_format(passes, plan, batch)
+    reference = statistics_of(exact)
+    by_format = _passes_by_format(passes, exact, plan)
     name, result = next(by_format)
     candidate = statistics_of(result)
     rows = [_measured(row, reference, candidate, FORMATS_16_BIT[name]) for row in rows]
@@ -194,7 +201,9 @@ def _with_statistics(
     return rows, tuple(formats) if is_comparable else ()
 
 
-def _passes_by_format(passes: Passes, plan: Plan, batch: Any) -> Iterator[tuple[str, PassResult]]:
+def _passes_by_format(
+    passes: Passes, exact: PassResult, plan: Plan
+) -> Iterator[tuple[str, PassResult]]:
     """Yields both 16-bit formats, each with a pass in it: first that of the candidate.
 
     A converted model is its own candidate, and computes in the other format for a pass. One that
@@ -207,11 +216,12 @@ def _passes_by_format(passes: Passes, plan: Plan, batch: Any) -> Iterator[tuple[
         if other:
             yield other, passes.in_format(other)
         return
+    measured = ranges_of(passes, exact)
     for name in (number_format, OTHER_FORMATS[number_format]):
         policy = plan.policy.replace(number_format, name)
-        parts = parts_of(model, precision_of(model, policy))
+        parts = parts_of(model, precision_of(model, policy, measured))
         clone, operations = clone_model(model, parts, make_plan(model, parts, policy))
-        yield name, inference_passes(clone, operations, batch).in_own_precision()
+        yield name, inference_passes(clone, operations, passes.data).in_own_precision()
 
 
 def _measured(
@@ -251,7 +261,7 @@ def _errors_in(name: str, reference: Statistics, candidate: Statistics) -> Forma
 
 def _notes(model: keras.Model, promoted: Iterable[Place]) -> Iterator[str]:
     """Yields a sentence for each output in 16 bits, and for each operation that is promoted."""
-    for operation in dict.fromkeys(output_operations(model)):
+    for operation in output_operations(calls_in(model)):
         dtype = _output_dtype(operation)
         is_layer = isinstance(operation, keras.Layer)
         if dtype not in DTYPES_16_BIT or (is_layer and operation.compute_dtype != dtype):

@@ -12,6 +12,7 @@ from kmp.backend.keras_internals import compute_dtypes
 from kmp.backend.patching import patches
 from kmp.conversion.cloning import clone_model
 from kmp.conversion.compile_state import transfer_compile_state
+from kmp.conversion.measurement import inference_passes, ranges_of
 from kmp.conversion.model_parts import Part, check_built, check_not_float64, is_quantized, parts_of
 from kmp.conversion.overflow_search import clone_without_overflow
 from kmp.conversion.plan import Plan, extend_plan, make_plan
@@ -69,10 +70,12 @@ def convert(
         keep_float32: What stays float32 in addition: a path as `kmp.audit` shows it, a pattern of
             paths with `*` and `?`, a name if no path matches, a layer, a class, a function that
             takes a layer and returns whether it stays float32, or a list of these.
-        batch: An input of the model, such as an array. Layers whose output overflows with it in 16
-            bits but not in float32 stay float32 too, until no output overflows, or a layer next to
-            them or around them if that is what it takes; they are logged under `"kmp"`. Without a
-            batch, the layers in float16 that large data may overflow are logged.
+        batch: An input of the model, such as an array. The ranges of what layers and operations
+            return for it, with room for 16 times larger numbers, then decide which operations stay
+            float32. Layers whose output overflows with it in 16 bits but not in float32 do so too,
+            until no output overflows, or a layer next to them or around them if that is what it
+            takes; they are logged under `"kmp"`. Without a batch, the layers in float16 that large
+            data may overflow are logged.
 
     Returns:
         The new model; `model` itself if it already computes in 16 bits or is quantized, which is
@@ -91,18 +94,24 @@ def convert(
     ['float16', 'float32']
     """
     check_built(model)
+    given = policy if isinstance(policy, Plan) else Plan(policy)
+    if _cannot_be_converted(model):
+        return model
+    check_not_float64(model)
+    measured, exact = None, None
+    if batch is not None:
+        operations = {part.path: part.operation for part in parts_of(model)}
+        passes = inference_passes(model, operations, batch)
+        exact = passes.in_float32()
+        measured = ranges_of(passes, exact)
     if isinstance(policy, Plan):
         parts = parts_of(model)
         plan = extend_plan(policy, parts, keep_float32)
     else:
-        policy = Plan(policy).policy
-        parts = parts_of(model, precision_of(model, policy))
-        plan = make_plan(model, parts, policy, keep_float32)
-    if _cannot_be_converted(model):
-        return model
-    check_not_float64(model)
+        parts = parts_of(model, precision_of(model, given.policy, measured))
+        plan = make_plan(model, parts, given.policy, keep_float32)
     _log_what_cannot_be_set(parts, plan)
-    if batch is None:
+    if exact is None:
         paths = _depending_on_data(parts, plan)
         if paths:
             logger.warning(
@@ -112,7 +121,7 @@ def convert(
             )
         converted, _ = clone_model(model, parts, plan)
     else:
-        converted = clone_without_overflow(model, parts, plan, batch)
+        converted = clone_without_overflow(model, parts, plan, batch, exact)
     transfer_compile_state(model, converted, scale_loss=plan.compute_dtype == FLOAT16.name)
     patches.use(converted)  # its custom layers may combine operands of two dtypes
     return converted

@@ -4,6 +4,7 @@ What the table has no row for is traced: custom layers, `Lambda`s and functions 
 own operations that are made of others.
 """
 
+import itertools
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,9 +12,9 @@ from typing import Any
 import keras
 import numpy as np
 
-from kmp.backend import keras_internals
 from kmp.backend.keras_functions import function_of, function_of_activation
 from kmp.backend.keras_internals import is_keras_class, is_passthrough, sublayers
+from kmp.backend.layer_graph import GraphCall, calls_in, has_graph
 from kmp.backend.layer_trace import LayerTrace, reading_policies, traced
 from kmp.conversion.traced_graph import Units, nodes_of_trace
 from kmp.layers.float32_rules import Moment, float32_rule
@@ -54,15 +55,18 @@ class ModelGraph:
     operations: list[keras.Operation] = field(default_factory=list)
 
 
-def graph_of_model(model: keras.Model, policy: str) -> ModelGraph:
+def graph_of_model(
+    model: keras.Model, policy: str, measured: Mapping[int, Value] | None = None
+) -> ModelGraph:
     """Returns what a model would do to numbers under a 16-bit policy.
 
     Args:
         model: A built model. Of one that is no graph, the code is traced for the shapes that it was
             built for.
         policy: The policy.
+        measured: The range of the outputs of layers and operations with a batch, by their `id`.
     """
-    builder = _Builder(keras.DTypePolicy(policy))
+    builder = _Builder(keras.DTypePolicy(policy), measured or {})
     with reading_policies(builder.policy_of, policy):
         builder.add_model(model)
         builder.add_others(model)
@@ -72,12 +76,12 @@ def graph_of_model(model: keras.Model, policy: str) -> ModelGraph:
 class _Builder:
     """Adds the nodes of a model and of those in it."""
 
-    def __init__(self, policy: keras.DTypePolicy) -> None:
-        self._policy = policy
+    def __init__(self, policy: keras.DTypePolicy, measured: Mapping[int, Value]) -> None:
+        self._policy, self._measured = policy, measured
         self._float32 = keras.DTypePolicy(FLOAT32.name)
         self._data = Value(relative=unit_roundoff(FORMATS_16_BIT[policy.compute_dtype]))
         self._policies: dict[int, tuple[keras.Layer, keras.DTypePolicy]] = {}  # by `id`
-        self._of_tensor: dict[int, Node] = {}
+        self._results: dict[GraphCall, Sequence[Node]] = {}  # a node for each output
         self._traces: dict[Hashable, tuple[Any, LayerTrace]] = {}  # by the state of what is called
         self.found = ModelGraph()
 
@@ -93,31 +97,12 @@ class _Builder:
 
     def add_model(self, model: keras.Model) -> None:
         """Adds the layers and operations of a model, in the order of its graph."""
-        operations = getattr(model, "operations", None)
-        if operations is None and isinstance(model, keras.Sequential):
-            operations = model.layers
-        if operations is None or not is_passthrough(model):
+        if not has_graph(model):
             self._add_subclassed(model)
-            return
-        for operation in operations:
-            outputs = []
-            if isinstance(operation, keras.Model) and is_passthrough(operation):
-                outputs = keras_internals.graph_tensors(operation, "outputs")
-            if outputs:
-                self.add_model(operation)
-            for call in keras_internals.calls_of(operation):
-                if any(id(each) in self._of_tensor for each in call.output_tensors):
-                    continue
-                if outputs:
-                    pairs = zip(outputs, call.output_tensors, strict=True)
-                    found = {
-                        id(outer): self._of_tensor.get(id(own)) or self._add(Node(value=self._data))
-                        for own, outer in pairs
-                    }
-                else:
-                    node = self._node_of(operation, call)
-                    found = {id(each): node for each in call.output_tensors}
-                self._of_tensor.update(found)
+        for call in calls_in(model).calls:
+            self._results[call] = self._results_of(call)
+            for node in self._results[call]:
+                node.measured = self._measured.get(id(call.origin.operation))
 
     def add_others(self, model: keras.Model) -> None:
         """Adds the layers that were not traced, each alone.
@@ -149,11 +134,13 @@ class _Builder:
         count = len(keras.tree.flatten(list(arguments.values())))
         self._trace(model, given, {} if given else arguments, [DATA] * count, ())
 
-    def _operand(self, value: Any) -> Node | Value:
+    def _operand(self, value: Any, call: GraphCall) -> Node | Value:
+        """Returns what is known of an argument of a call."""
         if isinstance(value, keras.KerasTensor):
             if value.dtype == "bool":
                 return between(0.0, 1.0)
-            return self._of_tensor.get(id(value), self._data)
+            source = call.sources[id(value)]
+            return self._results[source.call][source.tensor_index]
         if isinstance(value, keras.Variable):
             return _WEIGHT
         return constant(np.asarray(value, "float64"))
@@ -162,24 +149,28 @@ class _Builder:
         self.found.nodes.append(node)
         return node
 
-    def _node_of(self, operation: Any, call: Any) -> Node:
-        if isinstance(operation, keras.layers.InputLayer):
-            return self._add(Node(value=DATA, is_float32=True))
+    def _results_of(self, call: GraphCall) -> Sequence[Node]:
+        """Adds the nodes of a call, and returns one for each of its outputs."""
+        operands = [self._operand(each, call) for each in call.inputs]
+        if call.is_input:
+            known = None if operands else DATA
+            node = Node(keras_function("identity"), operands, is_float32=True, value=known)
+            return [self._add(node)]
+        operation, count, units = call.operation, len(call.outputs), (id(call.operation),)
         self.found.operations.append(operation)
-        units, arguments = (id(operation),), call.arguments
-        given = keras.tree.flatten((tuple(arguments.args), dict(arguments.kwargs)))
-        tensors = [each for each in given if isinstance(each, keras.KerasTensor)]
-        floats = [each for each in tensors if keras.backend.is_float_dtype(each.dtype)]
-        operands = [self._operand(each) for each in floats]
+        are_floats = [keras.backend.is_float_dtype(each.dtype) for each in call.inputs]
+        floats = list(itertools.compress(operands, are_floats))
+        follows: list[Node] = []
         if isinstance(operation, keras.Layer):
-            node = self._known_layer(operation, units, [self._operand(each) for each in tensors])
-            follows = []
+            found = self._known_layer(operation, units, operands)
         else:
-            node = self._known_operation(operation, units, call)
-            follows = [each for each in operands if isinstance(each, Node)]
-        if node is not None:
-            return self._add(node)
-        return self._trace(operation, arguments.args, arguments.kwargs, operands, units, follows)
+            found = self._known_operation(operation, units, call)
+            follows = [each for each in floats if isinstance(each, Node)]
+        if found is not None:
+            return [self._add(found)] * count
+        args, kwargs = call.arguments.args, call.arguments.kwargs
+        results = self._trace(operation, args, kwargs, floats, units, follows, count)
+        return results if len(results) == count else results * count
 
     def _known_layer(
         self, layer: Any, units: Units, operands: Sequence[Node | Value] | None = None
@@ -198,7 +189,7 @@ class _Builder:
             return found[-1] if all(found) else None
         activation = getattr(layer, "activation", None)
         function = function_of(layer)
-        if function is not None and function.is_matrix_product:
+        if function is not None and "multiplies_matrices" in function.traits:
             # One with weights is of Keras, and knows what its activation needs.
             self.found.with_products.update(units[1:] if layer.weights else units)
         is_known = function is not None and not function.adds_up and not _has_limits(layer)
@@ -218,10 +209,10 @@ class _Builder:
         if function is not None:
             return Node(function, [self._data], units=units, is_float32=is_float32)
         tensor = keras.KerasTensor((None, 8), FLOAT32.name)
-        result = self._trace(activation, (tensor,), {}, [self._data], units)
-        return Node(keras_function("identity"), [result], units=units, is_float32=is_float32)
+        results = self._trace(activation, (tensor,), {}, [self._data], units)
+        return Node(keras_function("identity"), results, units=units, is_float32=is_float32)
 
-    def _known_operation(self, operation: Any, units: Units, call: Any) -> Node | None:
+    def _known_operation(self, operation: Any, units: Units, call: GraphCall) -> Node | None:
         """Returns the node of an operation that is a function of the table, or `None`.
 
         Of a function that depends on arguments that are no values, such as the axis of a sum, the
@@ -230,10 +221,10 @@ class _Builder:
         function = function_of(operation)
         if function is None or function.adds_up:
             return None
-        function = matrix_product_function(function, call.output_tensors[0].shape)
+        function = matrix_product_function(function, call.outputs[0].shape)
         given, kwargs = call.arguments.args, call.arguments.kwargs
         if isinstance(function, Fixed | Move) or function.in_float32:
-            values = call.input_tensors
+            values = call.inputs
             if function.in_float32:
                 values = values[-1:]  # such as the probabilities beside the targets
             has_numbers = any(map(_is_float_constant, keras.tree.flatten([given, kwargs])))
@@ -244,16 +235,16 @@ class _Builder:
             # A function of the table has its default arguments.
             if not values or kwargs or vars(operation).get("alpha", 1.0) != 1.0:
                 return None
-        if function.is_matrix_product:
+        if "multiplies_matrices" in function.traits:
             self.found.with_products.add(units[0])
-        operands = [self._operand(each) for each in values]
+        terms = INFINITY
+        if type(operation).__name__ == "Matmul":
+            terms = values[0].shape[-1] or INFINITY
+        operands = [self._operand(each, call) for each in values]
         return Node(
             function,
             operands,
-            Call(
-                terms=INFINITY if function.adds_up else 1,
-                are_same=len(values) == 2 and values[0] is values[1],
-            ),
+            Call(terms, are_same=len(values) == 2 and values[0] is values[1]),
             units=units,
             follows=[each for each in operands if isinstance(each, Node)],
             constants=_constants_of(operation, call),
@@ -267,8 +258,12 @@ class _Builder:
         operands: Sequence[Node | Value],
         units: Units,
         follows: Sequence[Node] = (),
-    ) -> Node:
-        """Adds the nodes of the code of a layer, operation or function, and returns its result."""
+        count: int = 1,
+    ) -> list[Node]:
+        """Adds the nodes of the code of a layer, operation or function.
+
+        Returns those of its results, or one for all if they are not as many as expected.
+        """
         layers = {}
         if isinstance(function, keras.Layer):
             layers = {id(each): each for each in sublayers(function)}
@@ -278,29 +273,36 @@ class _Builder:
             layer = layers.get(key)
             return None if layer is None else self._known_layer(layer, inner)
 
+        def is_known(layer: keras.Layer) -> bool:
+            # Layers without weights may return their inputs.
+            if not (layer.weights and is_keras_class(type(layer))):
+                return False
+            return _Builder(self._policy, {})._known_layer(layer, ()) is not None
+
         is_float32 = isinstance(function, keras.Layer) and self.policy_of(function) is self._float32
         result = Node(value=self._data, units=units, is_float32=is_float32, follows=follows)
         try:
             if state not in self._traces:
-                trace = traced(function, args, kwargs, self._policy.compute_dtype)
+                dtype = self._policy.compute_dtype
+                trace = traced(function, args, kwargs, dtype, is_known)
                 self._traces[state] = function, trace
             original, trace = self._traces[state]
             copies = _copies(original, function)
             found = nodes_of_trace(trace, operands, units, follows, node_of_layer, copies)
         except Exception:  # the code of the user may raise anything
             self.found.not_traced.update(units or (id(function),))
-            return self._add(result)
+            return [self._add(result)]
         self.found.nodes += found.nodes
         self.found.with_products |= found.with_products
-        if len(found.outputs) == 1:
-            return found.outputs[0]
+        if len(found.outputs) in (1, count):
+            return found.outputs
         if found.outputs:
             result.value, result.function, result.operands = (
                 None,
                 keras_function("identity"),
                 found.outputs,
             )
-        return self._add(result)
+        return [self._add(result)]
 
 
 def _tensors_of(shapes: Any) -> Any:
@@ -326,6 +328,8 @@ def _state_of(value: Any, seen: dict[int, int]) -> Hashable:
         value: The layer or function, or what it has.
         seen: The number of each object that was met before, by its `id`.
     """
+    if isinstance(value, bool | int | float | str | bytes | type | None):
+        return type(value), value
     if isinstance(value, keras.Layer | Mapping | list | tuple):
         if id(value) in seen:
             return "met before", seen[id(value)]
@@ -345,8 +349,6 @@ def _state_of(value: Any, seen: dict[int, int]) -> Hashable:
         return tuple((name, _state_of(each, seen)) for name, each in value.items())
     if isinstance(value, list | tuple):
         return tuple(_state_of(each, seen) for each in value)
-    if isinstance(value, bool | int | float | str | bytes | type | None):
-        return type(value), value
     return id(value)
 
 
@@ -390,16 +392,16 @@ def _values_in(arguments: Sequence[Any]) -> Iterator[Any]:
             yield value
 
 
-def _constants_of(operation: Any, call: Any) -> tuple[float, ...]:
+def _constants_of(operation: Any, call: GraphCall) -> tuple[float, ...]:
     """Returns the smallest and the largest constant that Keras converts to the dtype of floats."""
     arguments = keras.tree.flatten((call.arguments.args, call.arguments.kwargs))
     values = list(_values_in([*vars(operation).values(), *arguments]))
     constants = [
         each for each in values if not isinstance(each, keras.KerasTensor | keras.Variable)
     ]
-    if not _has_floats(call.input_tensors):
+    if not _has_floats(call.inputs):
         # With a float output, as in `where(mask, 0.0, -1e9)`, float constants become floats.
-        is_float = _has_floats(call.output_tensors)
+        is_float = _has_floats(call.outputs)
         constants = [each for each in constants if is_float and not isinstance(each, int)]
     return extremes(np.concatenate([np.zeros(0), *(np.ravel(each) for each in constants)]))
 

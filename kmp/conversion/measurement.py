@@ -7,6 +7,9 @@ from typing import Any
 import keras
 import numpy as np
 
+from kmp.backend import keras_internals
+from kmp.backend.layer_graph import values_of_inputs
+from kmp.numerics import Value, constant, union
 from kmp.replay import Passes, PassResult, traced_step
 from kmp.utils import user_messages
 from kmp.utils.float_formats import FloatFormat
@@ -75,6 +78,29 @@ def statistics_of(result: PassResult) -> Statistics:
         if values:
             found[path] = ActivationStatistics(values)
     return found
+
+
+def ranges_of(passes: Passes, exact: PassResult) -> dict[int, Value]:
+    """Returns the range of the outputs of each layer and operation, and of the inputs, by `id`.
+
+    Args:
+        passes: As `inference_passes` returns them.
+        exact: The one in float32.
+    """
+    operations, found = passes.operations or {}, {}
+    for path, statistics in statistics_of(exact).items():
+        if statistics.is_finite:
+            values = [constant(each) for each in statistics.values if each.size]
+            found[id(operations[path])] = union(values)
+    inputs = keras_internals.graph_tensors(passes.model, "inputs")
+    given = values_of_inputs(passes.model, passes.data) if inputs else []
+    if len(inputs) == len(given):
+        for tensor, value in zip(inputs, given, strict=True):
+            array = np.asarray(value)
+            is_float = keras.backend.is_float_dtype(tensor.dtype)
+            if is_float and np.issubdtype(array.dtype, np.number):
+                found[id(keras_internals.producer_of(tensor))] = constant(array)
+    return {key: value for key, value in found.items() if value.is_bounded}
 
 
 def inference_passes(

@@ -3,13 +3,11 @@
 import inspect
 import threading
 import warnings
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import keras
 
-from kmp.backend import keras_internals
 from kmp.backend.keras_internals import (
     compute_dtypes,
     defining_class,
@@ -143,17 +141,6 @@ def children_of(parent: keras.Layer) -> list[keras.Operation]:
     """Returns the direct sublayers of a layer, and the operations of a graph, in graph order."""
     operations = parent.operations if is_graph(parent) else []
     return list({id(child): child for child in (*operations, *direct_sublayers(parent))}.values())
-
-
-def output_operations(model: keras.Model) -> Iterator[keras.Operation]:
-    """Yields the operations that produce a model's outputs.
-
-    Keras does not trace a subclassed model: there are none.
-    """
-    for tensor in keras_internals.graph_tensors(model, "outputs"):
-        operation = keras_internals.producer_of(tensor)
-        nested = list(output_operations(operation)) if isinstance(operation, keras.Model) else []
-        yield from nested or [operation]
 
 
 def check_built(model: Any) -> None:

@@ -19,7 +19,7 @@ logger = logging.getLogger("kmp")
 
 
 def clone_without_overflow(
-    model: keras.Model, parts: list[Part], plan: Plan, batch: Any
+    model: keras.Model, parts: list[Part], plan: Plan, batch: Any, exact: PassResult
 ) -> keras.Model:
     """Clones a model by a plan, with what else has to be float32, which is logged.
 
@@ -28,9 +28,8 @@ def clone_without_overflow(
         parts: Its parts.
         plan: The dtype policies.
         batch: An input of the model.
+        exact: A pass of the model over the batch in float32, with all values.
     """
-    operations = {part.path: part.operation for part in parts}
-    exact = inference_passes(model, operations, batch).in_float32()
     if "" in exact.marks.nonfinite:
         logger.warning(
             "With this batch the outputs of %r have NaN or Inf in float32 too.", model.name

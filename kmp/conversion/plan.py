@@ -12,8 +12,8 @@ from typing import Any
 
 import keras
 
-from kmp.backend import keras_internals
-from kmp.conversion.model_parts import WRAPPERS, Part, output_operations
+from kmp.backend.layer_graph import LayerGraph, calls_in, output_operations
+from kmp.conversion.model_parts import WRAPPERS, Part, has_float_dtype
 from kmp.conversion.precision import FOLLOWS_INPUTS, NEEDS_FLOAT32
 from kmp.utils import atomic_files, validation
 from kmp.utils.float_formats import FLOAT32, FORMATS_16_BIT
@@ -134,7 +134,8 @@ def make_plan(model: keras.Model, parts: list[Part], policy: str, keep_float32: 
     dtype = Plan(policy).compute_dtype
     planned = [part for part in parts if part.is_planned]
     requested = _selected_paths(planned, keep_float32)
-    outputs = {id(operation) for operation in output_operations(model)}
+    graph = calls_in(model)
+    outputs = {id(operation) for operation in output_operations(graph)}
     # The layers, not models, that directly contain an output layer, such as a tied embedding.
     output_inside: dict[str, str] = {}
     for part in planned:
@@ -152,7 +153,7 @@ def make_plan(model: keras.Model, parts: list[Part], policy: str, keep_float32: 
             reason = part.rule.reason
         elif id(part.operation) in outputs:
             bits = FORMATS_16_BIT[dtype].fraction_bits + 1
-            reason = f"model output: {dtype} would round it to {bits} bits"
+            reason = f"model output: {dtype} would round it to {bits} significant bits"
         elif part.path in output_inside:
             reason = _AROUND.format(path=output_inside[part.path])
         else:
@@ -164,47 +165,49 @@ def make_plan(model: keras.Model, parts: list[Part], policy: str, keep_float32: 
     for part in planned:
         amplifier = path_of.get(part.rule.amplified_by)
         if amplifier is not None:
-            float32.setdefault(part.path, f"{amplifier} amplifies its rounding errors")
-    for path in _paths_with_float32_inputs(model, planned, float32):
+            float32.setdefault(
+                part.path, f"{amplifier} amplifies the rounding errors of what it returns"
+            )
+    for path in _paths_with_float32_inputs(graph, planned, float32):
         float32[path] = "all its inputs are float32"
     return _completed(Plan(policy, float32), parts)
 
 
 def _paths_with_float32_inputs(
-    model: keras.Model, parts: list[Part], float32: dict[str, str]
+    graph: LayerGraph, parts: list[Part], float32: dict[str, str]
 ) -> Iterator[str]:
     """Yields the layers that can follow their inputs and get them from float32 layers alone.
 
     Nothing is then rounded to 16 bits between two float32 layers, or before the first one.
 
     Args:
-        model: The model.
-        parts: Its planned parts, in graph order, nested models before the layers that they feed.
+        graph: The calls in the model.
+        parts: Its planned parts.
         float32: The parts that are float32 whatever their inputs, by path.
     """
-    inputs = keras_internals.graph_tensors(model, "inputs")
-    float32_ids = {id(keras_internals.producer_of(tensor)) for tensor in inputs}
-    float32_ids |= {id(part.operation) for part in parts if part.path in float32}
+    called_ids = {id(call.operation) for call in graph.calls}
+    inputs = [call for call in graph.calls if call.is_input]
+    following_ids = {id(call.operation) for call in inputs if call.sources}
+    float32_ids = {id(call.operation) for call in inputs} - following_ids
     for part in parts:
-        if part.path in float32 or part.rule.category != FOLLOWS_INPUTS:
-            continue
-        calls = keras_internals.calls_of(part.operation)
-        tensors = [tensor for call in calls for tensor in call.input_tensors]
-        sources = map(keras_internals.producer_of, tensors)
-        if not tensors or not all(_is_float32(source, float32_ids) for source in sources):
-            continue
-        float32_ids.add(id(part.operation))
+        if not float32.keys().isdisjoint(path_and_parents(part.path)):
+            float32_ids.add(id(part.operation))
+        elif part.rule.category == FOLLOWS_INPUTS and id(part.operation) in called_ids:
+            following_ids.add(id(part.operation))
+
+    # A shared layer follows the inputs of all its calls, also of those after what it feeds.
+    rounding_ids, known = called_ids - float32_ids - following_ids, -1
+    while known < len(rounding_ids):
+        known = len(rounding_ids)
+        for call in graph.calls:
+            ids_before = {id(each.operation) for each in call.calls_before}
+            if id(call.operation) in following_ids and ids_before & rounding_ids:
+                rounding_ids.add(id(call.operation))
+    following_ids -= rounding_ids
+    for part in parts:
         # Operations, and layers with integer or string dtypes, need no entry in the plan.
-        if part.is_layer and keras.backend.is_float_dtype(part.operation.compute_dtype):
+        if id(part.operation) in following_ids and has_float_dtype(part.operation):
             yield part.path
-
-
-def _is_float32(source: keras.Operation, float32_ids: set[int]) -> bool:
-    """Whether the outputs of an operation are float32; those of a nested model may be."""
-    if id(source) in float32_ids:
-        return True
-    outputs = list(output_operations(source)) if isinstance(source, keras.Model) else []
-    return bool(outputs) and all(id(output) in float32_ids for output in outputs)
 
 
 def extend_plan(plan: Plan, parts: list[Part], keep_float32: Any) -> Plan:

@@ -38,6 +38,7 @@ _LEARNED_FACTOR = 2.0
 _MOST_BEFORE = 30  # operations before a factor in which the other one is looked for
 _WINDOWS = ("AvgPool", "AvgPool3D")
 _DEPTHWISE = "DepthwiseConv2dNative"
+_OF_AXES = ("Cumprod", "Cumsum", "EuclideanNorm", "Mean", "Prod", "Sum")
 # Operations of positions and sizes, which are computed if they depend on constants alone.
 _FOLDED = (
     *("AddV2", "Cast", "ExpandDims", "Fill", "Maximum", "Minimum", "Mul", "Neg", "Pow", "Range"),
@@ -184,12 +185,15 @@ class _Reader:
             is_float32=not any(dtype in DTYPES_16_BIT for dtype in dtypes),
             follows=self.follows,
         )
+        if operation.type == "Const":
+            exact = self.constants.get(operation.name)
+            values = tf.get_static_value(operation.outputs[0]) if exact is None else exact
+            node.value, node.constants = constant(values), extremes(values)
+            return node
         self._fold(operation)
         node.value = self._value_of(operation)
         if node.value is not None:
             node.operands = []
-            if operation.type == "Const":
-                node.constants = extremes(self._array_of(operation))
             return node
         bodies = bodies_of(operation)
         if bodies:
@@ -212,7 +216,7 @@ class _Reader:
         shape = operation.outputs[0].shape
         if shape.rank is not None:
             node.function = matrix_product_function(node.function, shape)
-        if node.function.is_matrix_product:
+        if "multiplies_matrices" in node.function.traits:
             self.found.with_products.update(units)
         are_same = len(floats) == 2 and floats[0] is floats[1]
         node.call = Call(_terms_of(operation), are_same)
@@ -223,12 +227,10 @@ class _Reader:
         return node
 
     def _value_of(self, operation: tf.Operation) -> Value | None:
-        """Returns what is known of a constant, a variable or a number of another dtype."""
+        """Returns what is known of a variable or a number of another dtype."""
         tensor = operation.outputs[0]
         if tensor.name in self.folded:
             return constant(self.folded[tensor.name])
-        if operation.type == "Const":
-            return constant(self._array_of(operation))
         if operation.type == "ReadVariableOp":
             return _learned(self.captured.get(operation.inputs[0].name), tensor)
         if operation.type == "Placeholder" and tensor.name in self.captured:
@@ -243,11 +245,6 @@ class _Reader:
             known = tf.get_static_value(tensor)
             return None if known is None else constant(known)
         return None
-
-    def _array_of(self, operation: tf.Operation) -> np.ndarray:
-        exact = self.constants.get(operation.name)
-        value = tf.get_static_value(operation.outputs[0]) if exact is None else exact
-        return np.asarray(value, "float64")
 
     def _fold(self, operation: tf.Operation) -> None:
         """Computes what depends on constants alone, but not in 16 bits, which would round it."""
@@ -392,28 +389,28 @@ def _learned(handle: Any, tensor: tf.Tensor) -> Value:
 
 
 def _terms_of(operation: tf.Operation) -> float:
-    """Returns how many elements are added up for each element of the result."""
-    shape = operation.inputs[0].shape if operation.inputs else tf.TensorShape(None)
-    kind = operation.type
-    if "segment" in kind.lower() or kind.startswith(("ScatterNd", "TensorScatterAdd")):
-        return math.inf
-    if kind in _WINDOWS:
-        return float(math.prod(operation.get_attr("ksize")))
-    if kind == _DEPTHWISE:
-        window = operation.inputs[1].shape[:2]
-        return float(window.num_elements() or math.inf)
-    if shape.rank is None:
-        return math.inf
-    if kind in ("MatMul", "BatchMatMul", "BatchMatMulV2", "BatchMatMulV3"):
-        return _product([shape[-1]])
-    if len(operation.inputs) < 2 or not operation.inputs[1].dtype.is_integer:
-        return math.inf if kind in ("Einsum", "L2Loss") else 1
-    axes = tf.get_static_value(operation.inputs[1])
-    if axes is None:
-        return math.inf
-    return _product(
-        [shape[int(axis)] for axis in np.ravel(axes) if -shape.rank <= axis < shape.rank]
-    )
+    """Returns how many elements are added up for each element of the result; Inf if not known."""
+    kind, shapes = operation.type, [each.shape for each in operation.inputs]
+    sizes: Sequence[int | None] = [None]
+    if not shapes or any(each.rank is None for each in shapes):
+        pass
+    elif kind in _WINDOWS:
+        sizes = operation.get_attr("ksize")
+    elif kind == _DEPTHWISE:
+        sizes = shapes[1][:2]
+    elif kind in ("Conv2D", "Conv3D"):
+        sizes = shapes[1][:-1]
+    elif kind in ("MatMul", "BatchMatMul", "BatchMatMulV2", "BatchMatMulV3"):
+        attributes = operation.node_def.attr
+        is_transposed = attributes["transpose_a"].b or attributes["adj_x"].b
+        sizes = [shapes[0][-2 if is_transposed else -1]]
+    elif kind in ("Softmax", "LogSoftmax"):
+        sizes = [shapes[0][-1]]
+    elif kind in _OF_AXES:
+        axes = tf.get_static_value(operation.inputs[1])
+        if axes is not None:
+            sizes = [shapes[0][int(axis)] for axis in np.ravel(axes)]
+    return _product(sizes)
 
 
 def _product(sizes: Sequence[int | None]) -> float:

@@ -62,7 +62,7 @@ def test_row_has_dtypes_category_reason_and_source():
         "float16",
     )
     assert first.tensor_cores == ("channels 3 -> 8",)
-    assert rows["logits"].reason == "model output: float16 would round it to 11 bits"
+    assert rows["logits"].reason == "model output: float16 would round it to 11 significant bits"
     first = rows_of(kmp.convert(model))["first"]
     assert (first.compute_dtype, first.variable_dtype, first.output_dtype) == (
         "float16",
@@ -486,7 +486,7 @@ def test_audit_says_why_each_class_of_layers_moves_float32():
 
     traffic = float32_shares(language_model, shape=(64,))
     causes = {(each.class_name, each.reason): each for each in traffic.causes}
-    of_kmp = "kmp keeps it in float32: its sum of squares is Inf or 0 in float16"
+    of_kmp = "kmp keeps it in float32: its sum of squares can be Inf or 0 in float16"
     expected = {
         ("Dense", "its dtype is float32"): "head",
         ("Dense", "its weights and their gradients are float32"): "hidden",

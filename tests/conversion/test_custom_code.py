@@ -262,3 +262,18 @@ def test_end_of_a_range_that_the_format_does_not_have_is_none():
         return 2.0 * ops.sigmoid(ops.clip(x, -1e9, 7.0) + 1.0)
 
     assert list(kmp.audit(model_of(Code(gate, name="code"))).plan.float32) == ["after"]
+
+
+@pytest.mark.parametrize(
+    "product",
+    [
+        lambda x: ops.matmul(x, ops.transpose(x, (0, 2, 1))),
+        lambda x: ops.einsum("bij,bkj->bik", x, x),
+        lambda x: layers.Dot((2, 2))([x, x]),
+    ],
+)
+def test_product_of_bounded_numbers_has_as_many_terms_as_its_operands(product):
+    inputs = keras.Input((4, 16))
+    bounded = layers.Dense(768, "tanh")(inputs)
+    outputs = layers.Dense(2, name="last")(ops.exp(product(bounded)))
+    assert any("exp" in path for path in kmp.audit(keras.Model(inputs, outputs)).plan.float32)

@@ -19,7 +19,7 @@ def test_each_float32_layer_has_a_reason():
         keras.Sequential([keras.Input((4,)), *hidden, layers.Dense(2, name="end")])
     ) == {
         "inner": "exp, sum and division: float16 flushes small probabilities to zero",
-        "end": "model output: float16 would round it to 11 bits",
+        "end": "model output: float16 would round it to 11 significant bits",
     }
 
 
