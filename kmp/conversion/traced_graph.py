@@ -30,7 +30,7 @@ from kmp.numerics import (
     matrix_product_function,
     tensorflow_function,
 )
-from kmp.utils.float_formats import DTYPES_16_BIT
+from kmp.utils.float_formats import DTYPES_16_BIT, FLOAT16
 
 _MOST_READ = 2**16  # elements of a variable whose values are looked at
 # A learned weight stays within this factor of what it is; one that may have both signs, below 1.
@@ -381,10 +381,12 @@ def _learned(handle: Any, tensor: tf.Tensor) -> Value:
     known = constant(values.astype("float64"))
     if not known.is_bounded:
         return between(-1.0, 1.0)
+    # A limit that float16 has, as that of a `clip`, stays one.
+    largest = min(known.magnitude * _LEARNED_FACTOR, max(known.magnitude, FLOAT16.max))
     if known.smallest_magnitude:
-        sizes = known.smallest_magnitude / _LEARNED_FACTOR, known.magnitude * _LEARNED_FACTOR
+        sizes = known.smallest_magnitude / _LEARNED_FACTOR, largest
         return between(*(sizes if known.low > 0 else (-sizes[1], -sizes[0])))
-    largest = max(1.0, known.magnitude * _LEARNED_FACTOR)
+    largest = max(1.0, largest)
     return between(-largest, largest)
 
 

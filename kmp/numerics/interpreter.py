@@ -335,8 +335,12 @@ class _Step:
             self.found.unknown.append(node)
 
     def _limited(self, value: Value) -> Value:
-        """Returns a result without ends that the format does not have, as of `clip(x, -1e9, 1)`."""
-        function, largest = self.node.function, self.number_format.max
+        """Returns a result whose ends are no bounds of ordinary numbers as one of data of any size.
+
+        These are ends that the format does not have, as of `clip(x, -1e9, 1)`, or that are close to
+        its largest number, as of `clip(x, -65504, 65504)`.
+        """
+        function, largest = self.node.function, self.number_format.max / _HEADROOM
         is_beyond = value.magnitude > largest and value.is_bounded
         if function is None or "compares" not in function.traits or not is_beyond:
             return value

@@ -277,3 +277,27 @@ def test_product_of_bounded_numbers_has_as_many_terms_as_its_operands(product):
     bounded = layers.Dense(768, "tanh")(inputs)
     outputs = layers.Dense(2, name="last")(ops.exp(product(bounded)))
     assert any("exp" in path for path in kmp.audit(keras.Model(inputs, outputs)).plan.float32)
+
+
+class ClippedBlock(layers.Layer):
+    """Keeps its numbers in float16's range by limits that are weights, as Gemma 4 does."""
+
+    def build(self, shape):
+        self.dense = layers.Dense(8, dtype=self.dtype_policy)
+        self.dense.build(shape)
+        limit = keras.initializers.Constant(65504.0)
+        self.limit = self.add_weight(shape=(), initializer=limit, trainable=False)
+        self.scale = self.add_weight(shape=(), initializer="ones")
+
+    def call(self, x):
+        clipped = ops.clip(self.dense(x), -self.limit, self.limit)
+        exact = ops.cast(clipped, "float32")
+        variance = ops.mean(ops.square(exact), axis=-1, keepdims=True)
+        normalized = exact * ops.power(variance + 1e-6, -0.5)
+        return ops.cast(normalized, self.compute_dtype) + clipped * self.scale
+
+
+def test_numbers_that_are_clipped_to_the_range_of_float16_are_as_large_as_the_data():
+    inputs = keras.Input((8,))
+    outputs = layers.Dense(2, name="last")(ClippedBlock(name="block")(inputs))
+    assert kmp.audit(keras.Model(inputs, outputs)).plan.float32.keys() == {"last"}
