@@ -141,7 +141,10 @@ class Problem:
         traits = self.node.function.traits if self.node.function else ()
         if self.kind == "range":
             is_cast = "selects" in traits
-            return not self.is_certain and (is_cast or self.result.growth < INFINITY)
+            # -Inf masks as large negative numbers do.
+            is_mask = is_cast and self.result.high <= FLOAT16.max
+            is_large = not self.is_certain and (is_cast or self.result.growth < INFINITY)
+            return is_mask or is_large
         if self.kind == "error":
             return self.number < INFINITY
         is_softmax = self.kind == "always" and "flushes" in traits
@@ -346,7 +349,8 @@ class _Step:
             return value
         low = value.low if value.low >= -largest else -INFINITY
         high = value.high if value.high <= largest else INFINITY
-        return replace(value, low=low, high=high, degree=1.0, size=1.0)
+        absolute = value.absolute / value.magnitude  # of data of magnitude 1
+        return replace(value, low=low, high=high, degree=1.0, absolute=absolute, size=1.0)
 
     def _as_data(self, value: Value, operands: Sequence[Value]) -> Value:
         """Returns a result that the data bound with the errors of data, which do not add up.

@@ -96,3 +96,22 @@ def test_difference_whose_error_is_as_large_as_its_measured_results_is_float32()
     needs = needing_float32(nodes, FLOAT16)
     assert needs.own.keys() == {"difference"}
     assert needs.amplified == {1.0: "difference", 1.01: "difference"}
+
+
+def test_mask_of_large_negative_numbers_is_no_problem_of_a_block_that_gets_it():
+    mask = inputs(between(-1e9, 0.0))
+    needs = needing_float32([mask, node("Cast", mask, unit="block")], FLOAT16, gaining={"block"})
+    assert needs.left.keys() == {"block"}
+    position = inputs(between(0.0, 1e9))
+    nodes = [position, node("Cast", position, unit="block")]
+    assert needing_float32(nodes, FLOAT16, gaining={"block"}).own.keys() == {"block"}
+
+
+def test_error_of_numbers_that_are_clipped_at_the_end_of_the_range_is_that_of_data():
+    x = inputs()
+    rounded = node("Tanh", x, unit="block")
+    large = node("Mul", rounded, constant(65504.0), unit="block")
+    clipped = node("Minimum", large, constant(60000.0), unit="block")
+    found = interpret([x, rounded, large, clipped], FLOAT16)
+    assert not found.values[clipped].is_bounded
+    assert found.values[clipped].error < 0.01
