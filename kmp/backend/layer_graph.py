@@ -28,6 +28,7 @@ class GraphCall:
 
     Args:
         operation: The layer or operation.
+        model: The model that directly contains the call.
         arguments: What it is called with: Keras' symbolic `args` and `kwargs`.
         inputs: The tensors among them.
         outputs: The tensors that it returns.
@@ -35,6 +36,7 @@ class GraphCall:
     """
 
     operation: keras.Operation
+    model: keras.Layer
     arguments: Any
     inputs: Sequence[keras.KerasTensor]
     outputs: Sequence[keras.KerasTensor]
@@ -121,7 +123,7 @@ def _add_calls(
             if id(tensors[0]) in given:
                 source = given[id(tensors[0])]
                 values, sources = [source.tensor], {id(source.tensor): source}
-            call = GraphCall(node.operation, node.arguments, values, tensors, sources)
+            call = GraphCall(node.operation, model, node.arguments, values, tensors, sources)
             calls.append(call)
             results = [Output(call, index) for index in range(len(tensors))]
         found.update(zip(map(id, tensors), results, strict=True))

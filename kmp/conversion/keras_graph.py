@@ -161,6 +161,11 @@ class _Builder:
         are_floats = [keras.backend.is_float_dtype(each.dtype) for each in call.inputs]
         floats = list(itertools.compress(operands, are_floats))
         follows: list[Node] = []
+        if type(operation).__name__ == "Cast" and not is_keras_class(type(call.model)):
+            # The constructor of the model runs again, and casts to a dtype that is 16 bits then.
+            follows = [each for each in floats if isinstance(each, Node)]
+            identity = keras_function("identity")
+            return [self._add(Node(identity, operands, units=units, follows=follows))]
         if isinstance(operation, keras.Layer):
             found = self._known_layer(operation, units, operands)
         else:

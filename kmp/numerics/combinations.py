@@ -28,6 +28,7 @@ from kmp.numerics.values import DATA, INFINITY, Value, between, union
 Operands = Sequence[Value]
 
 _SMALL_SUM = 64.0
+_FEW = UNKNOWN_CALL._replace(terms=1)  # of terms, whose sum rounds as one operation does
 _ZERO = between(0.0, 0.0)
 _CHOOSES: Traits = ("selects", "compares")
 _PRODUCTS: Traits = ("multiplies", "multiplies_matrices")
@@ -467,13 +468,13 @@ def averaged_with_mask(operands: Operands, call: Call = UNKNOWN_CALL) -> Outcome
 @Formula
 def interpolated(operands: Operands, call: Call = UNKNOWN_CALL) -> Outcome:
     """Returns what is between elements of one tensor."""
-    return averaged(operands[:1])
+    return averaged(operands[:1], _FEW)
 
 
 @Formula
 def interpolated_with_zeros(operands: Operands, call: Call = UNKNOWN_CALL) -> Outcome:
     """Returns what is between elements of one tensor and zeros."""
-    return averaged([union([operands[0], _ZERO])])
+    return averaged([union([operands[0], _ZERO])], _FEW)
 
 
 @Formula
@@ -602,7 +603,7 @@ def from_hsv(operands: Operands, call: Call = UNKNOWN_CALL) -> Outcome:
 @Formula
 def averaged_together(operands: Operands, call: Call = UNKNOWN_CALL) -> Outcome:
     """Returns means of elements of several tensors."""
-    return averaged([union(operands)], call)
+    return averaged([union(operands)], _FEW)
 
 
 @Formula

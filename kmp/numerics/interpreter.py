@@ -341,11 +341,14 @@ class _Step:
         """Returns a result whose ends are no bounds of ordinary numbers as one of data of any size.
 
         These are ends that the format does not have, as of `clip(x, -1e9, 1)`, or that are close to
-        its largest number, as of `clip(x, -65504, 65504)`.
+        its largest number, as of `clip(x, -65504, 65504)`. So are those of a quotient by an
+        epsilon, as of `p / maximum(sum(p), 1e-9)`.
         """
         function, largest = self.node.function, self.number_format.max / _HEADROOM
         is_beyond = value.magnitude > largest and value.is_bounded
-        if function is None or "compares" not in function.traits or not is_beyond:
+        if function is None or not is_beyond:
+            return value
+        if "compares" not in function.traits and "divides" not in function.traits:
             return value
         low = value.low if value.low >= -largest else -INFINITY
         high = value.high if value.high <= largest else INFINITY

@@ -124,3 +124,31 @@ def test_outputs_of_a_functional_model_with_a_call_of_its_own_stay_float32():
     inputs = keras.Input((4,))
     model = Scaled(inputs, layers.Dense(4, "tanh", name="last")(layers.Dense(4)(inputs)))
     assert "last" in kmp.audit(model).plan.float32
+
+
+def test_cast_in_a_constructor_that_runs_again_is_not_relied_on(caplog):
+    class Mean(keras.Model):
+        """Is functional, as the models of keras-hub are, and casts to the dtype of a layer."""
+
+        def __init__(self, **kwargs):
+            inputs = keras.Input((8, 4)), keras.Input((8,), dtype="int32")
+            hidden = layers.Dense(4)(inputs[0])
+            mask = ops.expand_dims(ops.cast(inputs[1], hidden.dtype), -1)
+            total = ops.maximum(ops.sum(mask, axis=1), 1e-9)
+            super().__init__(inputs, ops.sum(hidden * mask, axis=1) / total, **kwargs)
+
+        def get_config(self):
+            return {"name": self.name}
+
+    kmp.convert(Mean(name="mean"))
+    assert "maximum needs float32 but follows its inputs" in caplog.text
+
+
+def test_average_and_nearest_neighbors_are_of_few_terms():
+    inputs = keras.Input((4, 4, 3))
+    hidden = [layers.Conv2D(4, 1)(inputs) for _ in range(2)]
+    average = layers.Average(name="average")(hidden)
+    larger = layers.UpSampling2D(2, name="larger")(average)
+    model = keras.Model(inputs, layers.Conv2D(2, 1, name="last")(larger))
+    for policy in ("mixed_float16", "mixed_bfloat16"):
+        assert kmp.audit(model, policy=policy).plan.float32.keys() == {"last"}

@@ -115,3 +115,15 @@ def test_error_of_numbers_that_are_clipped_at_the_end_of_the_range_is_that_of_da
     found = interpret([x, rounded, large, clipped], FLOAT16)
     assert not found.values[clipped].is_bounded
     assert found.values[clipped].error < 0.01
+
+
+def test_share_that_an_epsilon_keeps_from_infinity_is_as_large_as_data():
+    p, total = inputs(between(0.0, 1.0)), inputs(between(1e-9, 8.0))
+    share = node("RealDiv", p, total, unit="router")
+    product = node("Mul", share, inputs(), unit="experts")
+    needs = needing_float32([p, total, share, *product.operands[1:], product], FLOAT16)
+    assert needs.own.keys() == {"router", "experts"}
+    needs = needing_float32(
+        [p, total, share, *product.operands[1:], product], FLOAT16, gaining={"experts"}
+    )
+    assert needs.own.keys() == {"router"}
