@@ -1,6 +1,8 @@
 import re
 import runpy
 import shlex
+import sys
+import types
 import warnings
 from functools import partial
 from pathlib import Path
@@ -121,6 +123,18 @@ def small_network(weights, input_shape, classes):
     return keras.Sequential([keras.Input(input_shape), *convolution, *head])
 
 
+class BertTextClassifier:
+    """In the place of a class of keras-hub, whose presets are downloads."""
+
+    @classmethod
+    def from_preset(cls, name, num_classes):
+        inputs = keras.Input((8,))
+        model = keras.Model(inputs, keras.layers.Dense(4)(inputs))
+        classifier = keras.Model(inputs, keras.layers.Dense(num_classes)(model(inputs)))
+        classifier.backbone = model
+        return classifier
+
+
 def python_blocks(text):
     return re.findall(r"(?s)```python\n(.*?)```", text)
 
@@ -138,6 +152,9 @@ def test_python_blocks_of_the_guide_run_from_top_to_bottom(
     monkeypatch.setattr(kmp.callbacks, "defaults", partial(kmp.callbacks.defaults, replay=False))
     # benchmarks/test_applications.py converts networks of that size
     monkeypatch.setattr(keras.applications, "MobileNetV3Small", small_network)
+    hub = types.ModuleType("keras_hub")
+    hub.models = types.SimpleNamespace(BertTextClassifier=BertTextClassifier)
+    monkeypatch.setitem(sys.modules, "keras_hub", hub)
     names = {"__name__": page}
     for block in python_blocks(GUIDE_PAGES[page]):
         code = block.replace("4096", "64")  # fewer examples, to train in less time
@@ -145,6 +162,13 @@ def test_python_blocks_of_the_guide_run_from_top_to_bottom(
             exec(compile(code, page, "exec"), names)
     if page == "loops":
         assert [sample.step for sample in kmp.load_run("run").samples] == [11, 12, 14]
+    if page == "export":
+        assert names["outputs"].shape == (2, 4)
+    if page == "pretrained":
+        dtypes = [
+            {layer.compute_dtype for layer in names[each].layers} for each in ("model", "tuned")
+        ]
+        assert dtypes == [{"float16", "float32"}] * 2
 
 
 def test_conversion_of_the_guide_keeps_the_weights(monkeypatch):
