@@ -1,7 +1,7 @@
 """Audits a model for mixed precision, layer by layer and operation by operation."""
 
 import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -31,6 +31,7 @@ from kmp.conversion.precision import FOLLOWS_INPUTS, precision_of
 from kmp.conversion.step_traffic import step_traffic
 from kmp.conversion.tensor_cores import unaligned_dimensions
 from kmp.diagnosis.format_errors import FormatErrors
+from kmp.numerics import Value
 from kmp.replay import OTHER_FORMATS, Passes, PassResult, other_format_of
 from kmp.utils.float_formats import (
     BFLOAT16,
@@ -115,7 +116,7 @@ def audit(model: keras.Model, batch: Any = None, policy: str | None = None) -> A
     formats: tuple[FormatErrors, ...] = ()
     with promotions_recorded() as promoted:
         if passes is not None and exact is not None:
-            rows, formats = _with_statistics(rows, plan, passes, exact)
+            rows, formats = _with_statistics(rows, plan, passes, exact, measured)
         traffic = step_traffic(model) if is_converted and not quantized else None
     return Audit(
         model=model.name,
@@ -181,11 +182,15 @@ def _planned_dtype(part: Part, plan: Plan, compute_dtype: str) -> str:
 
 
 def _with_statistics(
-    rows: list[AuditRow], plan: Plan, passes: Passes, exact: PassResult
+    rows: list[AuditRow],
+    plan: Plan,
+    passes: Passes,
+    exact: PassResult,
+    measured: Mapping[int, Value] | None,
 ) -> tuple[list[AuditRow], tuple[FormatErrors, ...]]:
     """Returns rows with the statistics of a batch, and the errors of the outputs by format."""
     reference = statistics_of(exact)
-    by_format = _passes_by_format(passes, exact, plan)
+    by_format = _passes_by_format(passes, plan, measured)
     name, result = next(by_format)
     candidate = statistics_of(result)
     rows = [_measured(row, reference, candidate, FORMATS_16_BIT[name]) for row in rows]
@@ -202,7 +207,7 @@ def _with_statistics(
 
 
 def _passes_by_format(
-    passes: Passes, exact: PassResult, plan: Plan
+    passes: Passes, plan: Plan, measured: Mapping[int, Value] | None
 ) -> Iterator[tuple[str, PassResult]]:
     """Yields both 16-bit formats, each with a pass in it: first that of the candidate.
 
@@ -216,7 +221,6 @@ def _passes_by_format(
         if other:
             yield other, passes.in_format(other)
         return
-    measured = ranges_of(passes, exact)
     for name in (number_format, OTHER_FORMATS[number_format]):
         policy = plan.policy.replace(number_format, name)
         parts = parts_of(model, precision_of(model, policy, measured))

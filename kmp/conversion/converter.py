@@ -71,11 +71,11 @@ def convert(
             paths with `*` and `?`, a name if no path matches, a layer, a class, a function that
             takes a layer and returns whether it stays float32, or a list of these.
         batch: An input of the model, such as an array. The ranges of what layers and operations
-            return for it, with room for 16 times larger numbers, then decide which operations stay
-            float32. Layers whose output overflows with it in 16 bits but not in float32 do so too,
-            until no output overflows, or a layer next to them or around them if that is what it
-            takes; they are logged under `"kmp"`. Without a batch, the layers in float16 that large
-            data may overflow are logged.
+            return for it, up to 16 times as large, then decide which operations stay float32.
+            Layers whose output overflows with it in 16 bits but not in float32 do so too, until no
+            output overflows, or a layer next to them or around them if that is what it takes; they
+            are logged under `"kmp"`. Without a batch, the layers in float16 that large data may
+            overflow are logged.
 
     Returns:
         The new model; `model` itself if it already computes in 16 bits or is quantized, which is
