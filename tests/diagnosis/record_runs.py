@@ -1,38 +1,68 @@
 """Records the runs in `recorded` again, from the programs in `benchmarks/float16_faults`.
 
-Run with `PYTHONPATH=benchmarks python tests/diagnosis/record_runs.py`, from the root, and with the
-names of the programs if not all are wanted. All take half an hour, or hours on a CPU that is slow
-in float16.
+Run with `PYTHONPATH=benchmarks python tests/diagnosis/record_runs.py`, from the root. All take an
+hour, or hours on a CPU that is slow in float16; `--since` continues where it stopped.
 """
 
+import argparse
 import contextlib
+import datetime
+import json
 import lzma
-import sys
+import multiprocessing
+import subprocess
 import tempfile
 import warnings
 from pathlib import Path
+from unittest import mock
 
 from float16_faults.running import source_of, train
 from float16_faults.truth import FAULTS
 from float16_faults.truth import HEALTHY as HEALTHY_PROGRAMS
-from recorded_runs import FOLDER, HEALTHY, NO_REPAIR, REPAIR, SUFFIX
+from recorded_runs import FOLDER, HEALTHY, NO_REPAIR, REPAIR, SUFFIX, log_of
 
 import kmp
 from kmp.records.run import log_file
 
 
-def main(programs: list[str]) -> None:
+def main() -> None:
     """Runs programs and stores their logs."""
+    parser = argparse.ArgumentParser(description="Records the runs of programs again.")
+    parser.add_argument("programs", nargs="*", help="their names; all if there are none")
+    parser.add_argument("--processes", type=int, default=1, help="how many run at once")
+    parser.add_argument("--since", help="a commit: programs recorded after it are left out")
+    arguments = parser.parse_args()
+    programs = arguments.programs or [*FAULTS, *HEALTHY_PROGRAMS]
+    if arguments.since:
+        commit = _time_of_commit(arguments.since)
+        programs = [program for program in programs if _recorded_at(program) < commit]
+    # Forked processes cannot use TensorFlow.
+    with multiprocessing.get_context("spawn").Pool(arguments.processes) as pool:
+        for count, _ in enumerate(pool.imap_unordered(_record, programs), 1):
+            print(f"{count} of {len(programs)}", flush=True)
+
+
+def _time_of_commit(commit: str) -> datetime.datetime:
+    command = ["git", "log", "-1", "--format=%cI", commit]
+    text = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    return datetime.datetime.fromisoformat(text.strip())
+
+
+def _recorded_at(program: str) -> datetime.datetime:
+    """Returns when the run of a program began, as it is written."""
+    name = program + (REPAIR if program in FAULTS else HEALTHY)
+    if not _file(name).exists():
+        return datetime.datetime.min.replace(tzinfo=datetime.UTC)
+    header = json.loads(log_of(name).partition(b"\n")[0])
+    return datetime.datetime.fromisoformat(header["started"])
+
+
+def _record(program: str) -> None:
     warnings.simplefilter("ignore")  # of the faults
-    for program in programs or [*FAULTS, *HEALTHY_PROGRAMS]:
-        if program in FAULTS:
-            _record_fault(program)
-        else:
-            _store(program + HEALTHY, _log_of(program, repair=True))
-
-
-def _record_fault(program: str) -> None:
     repairing = _log_of(program, repair=True)
+    if program not in FAULTS:
+        _store(program + HEALTHY, repairing)
+        return
     unrepaired = _log_of(program, repair=False)
     _store(program + REPAIR, repairing)
     if _records(unrepaired) == _records(repairing):
@@ -42,10 +72,13 @@ def _record_fault(program: str) -> None:
 
 
 def _log_of(program: str, repair: bool) -> bytes:
+    # By a clock that stands still replays take no time: on each machine, however busy, as many
+    # batches are replayed, and none stops early.
+    clock = mock.patch("time.monotonic", return_value=0.0)
     with tempfile.TemporaryDirectory() as folder:
         place = Path(folder)
         callbacks = kmp.callbacks.defaults(str(place / "run"), repair=repair)
-        with contextlib.suppress(kmp.callbacks.StuckError):
+        with clock, contextlib.suppress(kmp.callbacks.StuckError):
             train(program, source_of(program), place, callbacks)
         return log_file(place / "run").read_bytes()
 
@@ -65,4 +98,4 @@ def _store(name: str, log: bytes) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()

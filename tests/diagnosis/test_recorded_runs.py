@@ -2,7 +2,7 @@
 
 import pytest
 from float16_faults.running import is_named
-from float16_faults.truth import FAULTS, FLOAT16
+from float16_faults.truth import FAULTS, FLOAT16, HEALTHY_BFLOAT16, HEALTHY_FLOAT16
 from float16_faults.truth import HEALTHY as HEALTHY_PROGRAMS
 from recorded_runs import (
     HEALTHY,
@@ -15,7 +15,14 @@ from recorded_runs import (
 from verdicts import VERDICTS
 
 from kmp.advice import advise
-from kmp.diagnosis import ERROR, WARNING, Observations, cure_of, incurable_cause_of
+from kmp.diagnosis import (
+    ERROR,
+    WARNING,
+    Observations,
+    cure_of,
+    incurable_cause_of,
+    thresholds,
+)
 from kmp.records import Record, load_run
 from kmp.records.jsonl import to_line
 
@@ -49,11 +56,7 @@ def cures():
     return all_cures()
 
 
-# Its loss is finite as the step is compiled on the machine that recorded it: the gradients are not.
-RECORDED_OTHERWISE = ("fault_bfloat16_neighbours",)
-
-
-@pytest.mark.parametrize("program", sorted(FAULTS.keys() - RECORDED_OTHERWISE))
+@pytest.mark.parametrize("program", FAULTS)
 def test_recorded_fault_has_its_cause_place_and_severity(program):
     fault, advice = FAULTS[program], advise(unrepaired_run(program))
     finding = advice.problems[0]
@@ -97,6 +100,13 @@ def test_run_without_repairs_has_the_cure_that_the_repair_made(program, cures):
     repair = repair_of(run)
     expected = {repair[1]} if repair else set()
     assert {*cures[f"{program}.norepair"]} - {()} == expected
+
+
+# A repair needs three that agree. Where the first steps are skipped, the comparisons begin later.
+@pytest.mark.parametrize("program", HEALTHY_FLOAT16 | HEALTHY_BFLOAT16)
+def test_recorded_healthy_run_has_more_comparisons_than_a_repair_needs(program):
+    (first_step, _), *others = recorded_runs()[f"{program}{HEALTHY}"].comparisons
+    assert len(others) >= (4 if first_step == 1 else thresholds.AGREEING_COMPARISONS)
 
 
 @pytest.mark.parametrize("program", HEALTHY_PROGRAMS)

@@ -190,7 +190,7 @@ def test_loop_whose_graph_shows_that_it_scales_right_leaves_only_gradients_unkno
 
 
 @pytest.mark.parametrize(
-    ("share", "is_open"), [(thresholds.MANY_ZEROS, False), (thresholds.MANY_ZEROS + 0.01, True)]
+    ("share", "is_open"), [(thresholds.MANY_FLUSHED, False), (thresholds.MANY_FLUSHED + 0.01, True)]
 )
 def test_zeros_without_a_reference_are_open_if_they_are_many(share, is_open):
     zeros = round(100 * share / (1 - share))

@@ -22,7 +22,7 @@ PAGE = ROOT / "docs" / "thresholds.md"
 FARTHEST = 10.0  # the factor by which a threshold is moved at most, down or up
 STEPS = 6  # of the search for the factor at which a verdict changes
 NOT_SEEN = "no run within a factor of ten: its reason is an argument, beside it"
-ONLY_TEXT = "only in the text"
+ONLY_TEXT = "only a text of these runs: its reason is beside it"
 BY_THE_REPLAY = "applied by the replay"
 BY_THE_REPORT = "applied by the report"
 
@@ -52,7 +52,8 @@ ten; an empty cell is beyond that.
   found with it. Where the replay and the diagnosis both read a threshold, the numbers are about
   the diagnosis;
 - "{by_the_report}" for a threshold by which the report finds where two runs differ;
-- "{only_text}" for a threshold on which a sentence or a proposed change depends, and no verdict;
+- "{only_text}" for a threshold that changes a sentence or a
+  proposed change within a factor of ten, and no verdict on one of these runs;
 - "{not_seen}".
 
 `python tests/diagnosis/threshold_table.py` writes this page from the runs in

@@ -1,17 +1,21 @@
 import json
+import lzma
 import math
+from pathlib import Path
 
 import numpy as np
 import pytest
 from built_runs import run_of, sample_from
 from msgspec import ValidationError
 
-from kmp import load_run
+from kmp import advise, load_run
 from kmp.records import Header, Record, Replay, Run, Settings
 from kmp.records.jsonl import check_record, to_line
 from kmp.records.replay import Comparison
 
 HEADER = Header(settings=Settings(rule="FixedScale"))
+# Version 0.2.0 wrote it in `fit` of a small model with targets in the thousands.
+LOG_OF_0_2_0 = Path(__file__).parent / "log_of_0.2.0.jsonl.xz"
 
 
 @pytest.mark.parametrize(
@@ -54,6 +58,22 @@ def test_run_round_trips_through_a_log(tmp_path):
     assert (steps.tolist(), scales.tolist()) == ([1], [4.0])
     assert (run.last("step"), run.last("loss_scale")) == (3, 4.0)
     assert (run.last("epoch"), run.last("epoch", 7)) == (None, 7)
+
+
+def test_log_of_version_0_2_0_has_the_same_verdict(tmp_path):
+    log = tmp_path / "kmp.jsonl"
+    log.write_bytes(lzma.decompress(LOG_OF_0_2_0.read_bytes()))
+    run = load_run(log)
+    assert [step for step, _ in run.replays] == [7, 15, 16, 64, 128]
+    assert [step for step, _ in run.comparisons] == [16, 64, 128]
+    assert len(run.samples) == 23
+    assert str(advise(run)).splitlines() == [
+        "The initial loss scale of 2^15 is too large.",
+        "1. The initial loss scale of 2^15 is too large.",
+        "  Evidence: 15 of the first 16 steps were skipped before the scale had dropped to 1",
+        "  Change: kmp.enable(initial_scale=2.0**0)",
+        "  Tried: not in a replay",
+    ]
 
 
 def test_numbers_of_numpy_are_written_as_numbers_and_nonfinite_ones_as_null(tmp_path):
