@@ -22,9 +22,10 @@ def advise(run: Run) -> Advice:
         Ranked findings and a verdict. A problem without evidence in the run is not reported.
 
     Example:
-    >>> from kmp.records import Record
+    >>> import kmp
+    >>> from kmp.records import Record, Run
     >>> run = Run([Record(step=500, overflow_count=0, loss_scale=32768.0)])
-    >>> advise(run).verdict.partition(". ")[0]
+    >>> kmp.advise(run).verdict.partition(". ")[0]
     'It is not known whether float16 hurts this run'
     """
     validation.instance("run", run, Run, RUN_EXPECTED)

@@ -10,7 +10,9 @@ from kmp.utils.names import printable
 
 @dataclass(frozen=True)
 class Finding:
-    """One problem of a run. Its texts have names as in the log; `str` escapes control characters.
+    """One problem of a run, with its evidence and what to change.
+
+    The texts have names as in the log; `str` escapes control characters.
 
     Args:
         cause: Short name of the cause, such as `"forward_overflow"`;
@@ -20,15 +22,15 @@ class Finding:
         title: The problem, as a sentence.
         evidence: The records that show it, with numbers.
         edits: What to change in the program, all of it.
-        tried: What a replay with this change showed; `"not in a replay"`, with the reason if
-            there is one, without such a replay. Empty if there is no change.
+        tried: What a replay with this change showed. Without such a replay: `"not in a replay"`,
+            with the reason if there is one. Empty if there is no change.
         note: What else to know about the change, or an alternative.
         location: The path of the layer or variable, the part of the batch, `"the loss function"`
             or the argument that it is about; empty if it is about all of the model.
         code: The file and the line of the program that it is about; empty if it is not known.
 
     Example:
-    >>> from kmp.advice import ComputeInFloat32
+    >>> from kmp.advice import ComputeInFloat32, Finding
     >>> change = ComputeInFloat32("norm", "RMSNormalization")
     >>> print(Finding("precision_loss", "error", "The outputs differ.", "measured", [change]))
     The outputs differ.
@@ -67,7 +69,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Advice(Sequence[Finding]):
-    """A sequence of findings, most important first. Empty for a healthy run.
+    """A sequence of findings, the most important first; empty for a healthy run.
 
     Args:
         findings: The findings.
@@ -75,6 +77,7 @@ class Advice(Sequence[Finding]):
         is_known: Whether the records suffice to know that effect.
 
     Example:
+    >>> from kmp.advice import Advice
     >>> print(Advice([], "float16 does not hurt this run."))
     float16 does not hurt this run.
     """

@@ -8,7 +8,7 @@ from kmp.utils.names import printable
 
 @dataclass(frozen=True)
 class SetArguments:
-    """Arguments to pass to a call.
+    """A change of the program: arguments to pass to a call.
 
     Args:
         call: The function, method or class that is called, such as `"kmp.enable"` or
@@ -17,6 +17,7 @@ class SetArguments:
         name: The name of the layer or weight that the call creates, if it creates one.
 
     Example:
+    >>> from kmp.advice import SetArguments
     >>> print(SetArguments("kmp.enable", {"hysteresis": "1"}))
     kmp.enable(hysteresis=1)
     """
@@ -35,13 +36,14 @@ class SetArguments:
 
 @dataclass(frozen=True)
 class ComputeInFloat32:
-    """A layer to wrap in `kmp.layers.Float32`.
+    """A change of the program: a layer to wrap in `kmp.layers.Float32`.
 
     Args:
         layer: The name of the layer.
         class_name: Its class, or `""` if it is unknown.
 
     Example:
+    >>> from kmp.advice import ComputeInFloat32
     >>> print(ComputeInFloat32("norm", "RMSNormalization"))
     kmp.layers.Float32(RMSNormalization(..., name='norm'))
     """
@@ -56,12 +58,15 @@ class ComputeInFloat32:
 
 @dataclass(frozen=True)
 class PrepareData:
-    """Statements about the arrays `x` and `y` of `fit` or the model before it, or of a step.
+    """A change of the program: statements about the data or the model, before `fit` or in a step.
+
+    They use the arrays `x` and `y` of `fit`.
 
     Args:
         statement: The Python source, in one line or several.
 
     Example:
+    >>> from kmp.advice import PrepareData
     >>> print(PrepareData("y = y - 1"))
     y = y - 1
     """

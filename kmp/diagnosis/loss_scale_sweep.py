@@ -55,10 +55,12 @@ class WhatIf:
             replay overflows. `None` if there is none.
 
     Example:
+    >>> import kmp, numpy as np
+    >>> from kmp.records import GradientSample
     >>> counts = np.bincount([0] * 3 + [130] * 5 + [131] * 8 + [132] * 2, minlength=280)[None]
     >>> amax, norm = np.array([2.0**-17]), np.array([1e-5])
     >>> sample = GradientSample(1, 1.0, ("dense/kernel",), counts, amax, norm)
-    >>> curve = what_if([sample])
+    >>> curve = kmp.what_if([sample])
     >>> curve.recommended, round(float(curve.at(-6)["underflow"]), 2)
     ((-5, 31), 0.28)
     """
@@ -79,7 +81,7 @@ class WhatIf:
         It is not if many elements were sampled as zero, without a float32 reference: those that
         float16 flushed may need a larger scale.
         """
-        return bool(self.underflow_bound[0] - self.underflow[0] <= thresholds.MANY_ZEROS)
+        return bool(self.underflow_bound[0] - self.underflow[0] <= thresholds.MANY_FLUSHED)
 
     @property
     def is_extrapolated(self) -> np.ndarray:
@@ -109,21 +111,21 @@ def what_if(run: Run | Sequence[GradientSample]) -> WhatIf:
     """Computes from sampled gradients what float16 would lose at every loss scale 2^k.
 
     Args:
-        run: A run, or a sequence of its samples. Ignores variables of layers that compute in
-            float32. If the run has float32 passes, the share of nonzero elements is theirs: the
-            smallest of these elements take the place of those that were sampled as zero.
+        run: A run, or a sequence of its samples. Variables of layers that compute in float32 are
+            ignored. If the run has float32 passes, these decide how many elements are nonzero:
+            their smallest elements replace those that were sampled as zero.
 
     Raises:
         ValueError: If no sample has finite gradients.
 
     Example:
-    >>> import keras, kmp
+    >>> import keras, kmp, numpy as np
     >>> with kmp.enable(initial_scale=2.0**10):
     ...     model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
     ...     model.compile("sgd", "mse")
     >>> callbacks = kmp.callbacks.defaults()
     >>> _ = model.fit(np.ones((8, 2)), np.ones((8, 1)), callbacks=callbacks, verbose=0)
-    >>> what_if(callbacks[0].run).in_use
+    >>> kmp.what_if(callbacks[0].run).in_use
     10.0
     """
     if isinstance(run, Sequence) and all(isinstance(sample, GradientSample) for sample in run):

@@ -140,7 +140,7 @@ def _zeros(run: Observations) -> Iterator[str]:
     """Yields what is not known of zeros in the samples, and of what a replay shows as flushed."""
     gradients = run.gradients
     variables, share = gradients.unexplained_zero_variables, gradients.unexplained_zero_share
-    are_doubtful = share > thresholds.MANY_ZEROS or bool(variables)
+    are_doubtful = share > thresholds.MANY_FLUSHED or bool(variables)
     if gradients.curve is not None and gradients.curve.is_measured:
         are_doubtful = gradients.lost_norm > thresholds.NEGLIGIBLE
     if are_doubtful:

@@ -112,7 +112,7 @@ class Updates:
     def first_large_ratio(self) -> float | None:
         """The first ratio that is too large, if the weights have not grown before."""
         for sample in self._weighed:
-            if sample.weight_norm > 2 * self._weighed[0].weight_norm:
+            if sample.weight_norm > thresholds.GROWN_WEIGHTS * self._weighed[0].weight_norm:
                 return None
             if sample.update_ratio > thresholds.LARGE_UPDATE:
                 return sample.update_ratio

@@ -13,6 +13,7 @@ def counted(count: int, noun: str, plural: str = "s") -> str:
     """Returns a number with a noun in its number.
 
     Example:
+    >>> from kmp.diagnosis.wording import counted
     >>> counted(1, "step"), counted(2, "batch", "es")
     ('1 step', '2 batches')
     """

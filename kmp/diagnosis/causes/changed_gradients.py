@@ -84,9 +84,8 @@ class ChangedGradients(Cause):
         if self.operation:
             graph = f"; in the graph of the step, {self.operation} is not linear in them"
         return (
-            f"{of_a_batch(self.replay)}, in float32, the gradients at two loss scales differ by"
-            " another factor than the scales; the optimizer divides all of them by the scale"
-            f"{graph}"
+            f"{of_a_batch(self.replay)}, in float32, the gradients do not grow in proportion to the"
+            f" loss scale; the optimizer divides all of them by it{graph}"
         )
 
     @property

@@ -78,8 +78,8 @@ class FlushedBranch(Cause):
         flushed, alive = counted(self.flushed, "variable"), counted(self.alive, "variable")
         return (
             f"replayed at the loss scale {as_power(self.loss_scale)}, float16 flushes more than"
-            f" half of the gradients of {flushed} to zero and float32 none; of {alive} less than"
-            f" 5 %{numbers}"
+            f" half of the gradients of {flushed} to zero and float32 none; of {alive} it"
+            f" flushes less than 5 %{numbers}"
         )
 
     @property

@@ -171,8 +171,8 @@ class WronglyScaled(Cause):
                 times += f", and the loss scale is {self.run.loss_scale:,.0f}"
         if self.replay is not None:
             return (
-                f"{of_a_batch(self.replay)}, in float32, the gradients at two loss scales differ by"
-                f" another factor than the scales{times}"
+                f"{of_a_batch(self.replay)}, in float32, the gradients do not grow in proportion to"
+                f" the loss scale{times}"
             )
         shown = "a gradient that `apply` gets shows it"
         if self._is_of_other_loss:
