@@ -8,12 +8,15 @@ import numpy as np
 import tensorflow as tf
 from keras import ops
 
+from kmp.backend.extensible_variable import ExtensibleVariable
 from kmp.optimizer.named_state import NamedState
 from kmp.optimizer.step_monitor import StepLosses
 
 
 class Counts(NamedTuple):
     """The counts of steps, each a scalar int64.
+
+    A new one goes to the end: saved counts have this order.
 
     `kmp.records.Snapshot` and `kmp.records.Record` have those that are a field there.
 
@@ -39,6 +42,7 @@ class Counts(NamedTuple):
 
 
 COUNT_INDEX = {name: index for index, name in enumerate(Counts.__annotations__)}
+_SAME_ON_ALL_REPLICAS: dict[str, Any] = {"autocast": False, "aggregation": "only_first_replica"}
 _IN_A_ROW = ("overflows_in_a_row", "nonfinite_losses_in_a_row")
 
 
@@ -62,7 +66,14 @@ class Counters(NamedState):
 
     def __init__(self) -> None:
         super().__init__(name="loss_scale_counters", dtype="float32", trainable=False)
-        self.counts = self._counter("counts", (len(COUNT_INDEX),))
+        self.counts = ExtensibleVariable(
+            "zeros",
+            shape=(len(COUNT_INDEX),),
+            dtype="int64",
+            trainable=False,
+            name="counts",
+            **_SAME_ON_ALL_REPLICAS,
+        )
         self.loss_values = self._counter("losses", (2,), "float32")
         self.last_skipped = self._counter("last_skipped", (2,), "float64")
         self.by_variable: Any = None
@@ -154,9 +165,9 @@ class Counters(NamedState):
         ]
 
     def _counter(self, name: str, shape: tuple[int, ...], dtype: str = "int64") -> keras.Variable:
-        # The value is the same on all replicas.
-        options = {"autocast": False, "aggregation": "only_first_replica"}
-        return self.add_weight(shape=shape, dtype=dtype, initializer="zeros", name=name, **options)
+        return self.add_weight(
+            shape=shape, dtype=dtype, initializer="zeros", name=name, **_SAME_ON_ALL_REPLICAS
+        )
 
 
 def _after_skipped_step(

@@ -73,8 +73,8 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         growth_factor: Float above 1, multiplies the scale when it grows. Defaults to 2.
         backoff_factor: Float between 0 and 1, multiplies the scale when it backs off. Defaults to
             0.5.
-        hysteresis: Integer, at least 1, the number of consecutive overflows after which the scale
-            backs off. Defaults to 1.
+        hysteresis: Integer, at least 1, the number of consecutive skipped steps after which the
+            scale backs off. Defaults to 1.
         min_scale: Float, at least 2^-126, the lowest scale. Defaults to 2^-14: below that, a scaled
             loss of 1 is subnormal in float16.
         max_scale: Float, at most 2^127, the highest scale. Defaults to 2^127, the largest power of
@@ -98,10 +98,11 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
             and the range.
 
     Example:
-    >>> optimizer = LossScaleOptimizer("sgd", initial_scale=1024.0, growth_interval=500)
+    >>> import keras, kmp
+    >>> optimizer = kmp.LossScaleOptimizer("sgd", initial_scale=1024.0, growth_interval=500)
     >>> weight = keras.Variable([1.0, 2.0])
     >>> _ = optimizer.scale_loss(0.5)
-    >>> optimizer.apply([ops.array([float("inf"), 0.0])], [weight])
+    >>> optimizer.apply([keras.ops.array([float("inf"), 0.0])], [weight])
     >>> optimizer.snapshot().loss_scale, optimizer.snapshot().overflow_count
     (512.0, 1)
     """
@@ -322,12 +323,12 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
                 last.
 
         Raises:
-            ValueError: If the optimizer is not built and `trainable_variables` is `None`, if all
-                gradients are `None`, if the number of gradients differs from that of variables, if
-                a gradient does not have the shape of its variable, if the optimizer was not built
-                on one of the variables, where `unscale` raises one, if the last `unscale` got fewer
-                gradients, or if `unscaled` is needed because a `tf.function` called `unscale` and
-                does not run Python again.
+            ValueError: If the optimizer is not built and `trainable_variables` is `None`; if it was
+                not built on one of the variables; if all gradients are `None`; if the number of
+                gradients differs from that of the variables, or a gradient has another shape than
+                its variable; if the last `unscale` got fewer gradients; in the cases in which
+                `unscale` raises one; or if `unscaled` is needed, because a `tf.function` called
+                `unscale` and does not run Python again.
         """
         grads = list(grads)
         distribution.check_context("apply", self.built or not grads)

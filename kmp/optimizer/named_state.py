@@ -7,6 +7,7 @@ import keras
 import numpy as np
 
 from kmp.backend import keras_internals
+from kmp.backend.extensible_variable import ExtensibleVariable
 
 
 class NamedState(keras.Layer):
@@ -30,12 +31,18 @@ class NamedState(keras.Layer):
         """Loads the variables that a file has.
 
         Raises:
-            ValueError: Before any is loaded, if they are those of another model.
+            ValueError: Before any is loaded, if they are those of another model, or of a newer
+                version of kmp with more of them.
         """
         names = set(store.keys())  # not a dictionary
-        known = {name: each for name, each in self.named_variables().items() if name in names}
-        found = [(variable, np.asarray(store[name])) for name, variable in known.items()]
-        for variable, value in found:
+        found = []
+        for name, variable in self.named_variables().items():
+            if name not in names:
+                continue
+            value = np.asarray(store[name])
+            if isinstance(variable, ExtensibleVariable):
+                value = variable.extended(value)
+            found.append((variable, value))
             if value.shape != tuple(variable.shape):
                 raise ValueError(
                     f"The optimizer's {variable.name!r} has shape {value.shape} in the file, but"

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from pathlib import Path
 
 import keras
 import numpy as np
@@ -78,6 +79,46 @@ def test_loading_counters_of_another_model_raises_and_changes_nothing():
     with pytest.raises(ValueError, match=match):
         other.counters.load_own_variables(store)
     assert other.snapshot().step == 0
+
+
+def read_as_model(folder, _):
+    return keras.models.load_model(folder / "model.keras").optimizer
+
+
+def read_as_weights(folder, model):
+    model.load_weights(folder / "model.weights.h5")
+    return model.optimizer
+
+
+def read_as_checkpoint(folder, model):
+    checkpoint = tf.train.Checkpoint(model=model, optimizer=model.optimizer)
+    checkpoint.read(str(folder / "checkpoint")).expect_partial()
+    return model.optimizer
+
+
+@pytest.mark.parametrize("read", [read_as_model, read_as_weights, read_as_checkpoint])
+def test_files_of_a_version_with_fewer_counters_load(read, enabled):
+    # Four steps: one with a non-finite loss, and the last with Inf in all gradients.
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1, name="dense")])
+    model.compile("sgd", "mse")
+    model.optimizer.build(model.trainable_variables)
+    optimizer = read(Path(__file__).parent / "saved_by_0_2_0", model)
+    snapshot = optimizer.snapshot()
+    assert (snapshot.step, snapshot.loss_scale, snapshot.overflow_count) == (4, 2.0**9, 2)
+    assert (snapshot.overflows_in_a_row, snapshot.nonfinite_loss_count) == (1, 1)
+    assert snapshot.overflow_origin.endswith("dense/bias")
+    assert list(snapshot.overflows_by_variable.values()) == [2, 2]
+    counts = optimizer.counters.counts.numpy()
+    assert counts.tolist() == [4, 2, 2, 1, 1, 0, 0, 2] + [0] * (counts.size - 8)
+
+
+def test_file_of_a_version_with_more_counters_is_an_error_and_changes_nothing():
+    optimizer, store = optimizer_for(keras.Variable([1.0])), {}
+    optimizer.counters.save_own_variables(store)
+    store["counts"] = np.arange(50)
+    with pytest.raises(ValueError, match="'counts' has 50 elements in the file.*newer version"):
+        optimizer.counters.load_own_variables(store)
+    assert optimizer.snapshot().step == 0
 
 
 def test_invalid_scale_from_a_checkpoint_is_replaced_by_the_initial_scale():
