@@ -4,13 +4,20 @@ from typing import Any
 
 import keras
 
-from kmp.backend.keras_internals import is_keras_class
+from kmp.backend.keras_internals import defining_class, is_keras_class, is_library_class
 from kmp.numerics import Function, einsum_function, keras_function
 
 
 def function_of(operation: keras.Operation) -> Function | None:
-    """Returns the row of a class of layers or operations, or of its base class."""
+    """Returns the row of a layer or operation: that of its class, or of a base class of it.
+
+    `None` if the user has overridden its `call`, or if it has other arguments than the function.
+    """
     name, attributes = type(operation).__name__, vars(operation)
+    if not is_library_class(defining_class(type(operation), "call")) or _has_limits(operation):
+        return None
+    if type(operation) is keras.layers.Activation:
+        return function_of_activation(attributes.get("activation"))  # none yet in `__init__`
     if name == "Einsum":
         return einsum_function(attributes["subscripts"])
     if name == "Round" and attributes.get("decimals"):
@@ -33,3 +40,11 @@ def function_of_activation(activation: Any) -> Function | None:
         return None
     # TensorFlow calls its softmax `softmax_v2`.
     return keras_function(getattr(activation, "__name__", "").removesuffix("_v2"))
+
+
+def _has_limits(layer: Any) -> bool:
+    """Whether an activation layer has other arguments than the function."""
+    if isinstance(layer, keras.layers.ELU):
+        return bool(getattr(layer, "alpha", 1.0) != 1.0)
+    limits = [getattr(layer, name, None) for name in ("max_value", "negative_slope", "threshold")]
+    return isinstance(layer, keras.layers.ReLU) and any(limits)

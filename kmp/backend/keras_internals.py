@@ -29,6 +29,11 @@ def is_keras_class(cls: type) -> bool:
     return cls.__module__.startswith("keras.")
 
 
+def is_library_class(cls: type) -> bool:
+    """Whether a class is defined in Keras or kmp, and not by the user."""
+    return is_keras_class(cls) or cls.__module__.startswith("kmp.")
+
+
 def defining_class(cls: type, name: str) -> type:
     """Returns the class in the MRO of `cls` that defines `name`."""
     return next(base for base in cls.__mro__ if name in vars(base))

@@ -94,7 +94,10 @@ class Places:
                 self.owners[index] = scopes.get(scope, self.owners[index])
             elif self.owners[index] is None and backward:
                 self.are_backward[index] = True
-                self.owners[index] = self._around([self.owners[each] for each in backward])
+                # The innermost call that contains all of these.
+                first, *others = (self.chain(self.owners[each]) for each in backward)
+                common = (call for call in first if all(call in other for other in others))
+                self.owners[index] = next(common, None)
             if not self.are_backward[index]:
                 continue
 
@@ -107,12 +110,6 @@ class Places:
                 for call in entered:
                     if call not in left:
                         self.gradients.setdefault(call, {})[tensor.name] = tensor
-
-    def _around(self, calls: Sequence[LayerCall | None]) -> LayerCall | None:
-        """Returns the innermost call that contains all of these."""
-        chains = [self.chain(call) for call in calls]
-        common = (each for each in chains[0] if all(each in chain for chain in chains))
-        return next(common, None)
 
     def _is_seed(self, operation: tf.Operation) -> bool:
         """Whether an operation makes ones with which a backward pass begins."""

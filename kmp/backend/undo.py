@@ -18,6 +18,7 @@ class Undos:
     the first line of it. The exit of the context around it then undoes what is left.
 
     Example:
+    >>> from kmp.backend.undo import Undos
     >>> setting = {"value": 1}
     >>> with Undos() as undos, undos.first_attempt():
     ...     undos.add(lambda: setting.update(value=1))  # before the change

@@ -48,6 +48,14 @@ class AuditRow:
             outputs are finite.
         other_relative_error: With a batch: the same error in the other 16-bit format.
         overflows_in_other: With a batch: whether its outputs have NaN or Inf in that format only.
+
+    Example:
+    >>> import keras, kmp
+    >>> hidden, last = keras.layers.Dense(12, name="hidden"), keras.layers.Dense(2)
+    >>> audit = kmp.audit(keras.Sequential([keras.Input((8,)), hidden, last]))
+    >>> row = audit.rows[1]
+    >>> row.path, row.compute_dtype, row.planned_dtype, row.tensor_cores
+    ('hidden', 'float32', 'float16', ('units 12 -> 16',))
     """
 
     path: str
@@ -71,7 +79,7 @@ class AuditRow:
 
 @dataclass(frozen=True, repr=False)
 class Audit(Displayed):
-    """The result of `kmp.audit`. Displays as a table in terminals and notebooks.
+    """The result of `kmp.audit`, which displays as a table in terminals and notebooks.
 
     Args:
         model: The model's name.
@@ -87,6 +95,13 @@ class Audit(Displayed):
         formats: With a batch: the relative error of the model's outputs in the 16-bit format of the
             candidate, and then in the other one, without loss scales and gradients. Empty if the
             outputs have NaN or Inf in float32.
+
+    Example:
+    >>> import keras, kmp
+    >>> hidden, last = keras.layers.Dense(8), keras.layers.Dense(2, "softmax", name="last")
+    >>> audit = kmp.audit(keras.Sequential([keras.Input((8,)), hidden, last]))
+    >>> [row.path for row in audit.needs_float32]
+    ['last']
     """
 
     model: str

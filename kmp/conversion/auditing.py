@@ -1,22 +1,23 @@
 """Audits a model for mixed precision, layer by layer and operation by operation."""
 
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
 import keras
 
 from kmp.backend.jit_support import jit_compilation
-from kmp.backend.keras_internals import compute_dtypes, is_keras_class, is_passthrough
+from kmp.backend.keras_internals import compute_dtypes, is_library_class, is_passthrough
 from kmp.backend.layer_graph import calls_in, output_operations
 from kmp.backend.promotion import Place, promotions_recorded
 from kmp.conversion.audit_table import Audit, AuditRow
 from kmp.conversion.cloning import clone_model
 from kmp.conversion.measurement import (
+    Measurement,
     Statistics,
     inference_passes,
-    ranges_of,
+    measured_with,
     statistics_of,
 )
 from kmp.conversion.model_parts import (
@@ -31,8 +32,7 @@ from kmp.conversion.precision import FOLLOWS_INPUTS, precision_of
 from kmp.conversion.step_traffic import step_traffic
 from kmp.conversion.tensor_cores import unaligned_dimensions
 from kmp.diagnosis.format_errors import FormatErrors
-from kmp.numerics import Value
-from kmp.replay import OTHER_FORMATS, Passes, PassResult, other_format_of
+from kmp.replay import OTHER_FORMATS, PassResult, other_format_of
 from kmp.utils.float_formats import (
     BFLOAT16,
     DTYPES_16_BIT,
@@ -83,9 +83,10 @@ def audit(model: keras.Model, batch: Any = None, policy: str | None = None) -> A
             not fit the model, the model is quantized, or `kmp.convert` raises an error for it.
 
     Example:
+    >>> import keras, kmp
     >>> hidden, last = keras.layers.Dense(8), keras.layers.Dense(2, "softmax", name="p")
     >>> model = keras.Sequential([keras.Input((8,)), hidden, last])
-    >>> audit(model).plan.float32
+    >>> kmp.audit(model).plan.float32
     {'p': 'exp, sum and division: float16 flushes small probabilities to zero'}
     """
     check_built(model)
@@ -98,15 +99,11 @@ def audit(model: keras.Model, batch: Any = None, policy: str | None = None) -> A
         raise ValueError(
             f"{model.name!r} is quantized and has no float32 version to compare with: omit `batch`."
         )
-    passes, exact, measured = None, None, None
+    measurement = None
     if batch is not None:
         check_not_float64(model)
-        passes = inference_passes(
-            model, {part.path: part.operation for part in parts_of(model)}, batch
-        )
-        exact = passes.in_float32()
-        measured = ranges_of(passes, exact)
-    precision = precision_of(model, policy, measured)
+        measurement = measured_with(model, batch)
+    precision = precision_of(model, policy, measurement.ranges if measurement else {})
     parts = parts_of(model, precision)
     plan = make_plan(model, parts, policy)
     is_converted = quantized or not compute_dtypes(model).isdisjoint(DTYPES_16_BIT)
@@ -115,8 +112,8 @@ def audit(model: keras.Model, batch: Any = None, policy: str | None = None) -> A
     rows = [_row(part, plan, keeps_dtypes) for part in parts]
     formats: tuple[FormatErrors, ...] = ()
     with promotions_recorded() as promoted:
-        if passes is not None and exact is not None:
-            rows, formats = _with_statistics(rows, plan, passes, exact, measured)
+        if measurement is not None:
+            rows, formats = _with_statistics(rows, plan, measurement)
         traffic = step_traffic(model) if is_converted and not quantized else None
     return Audit(
         model=model.name,
@@ -135,9 +132,7 @@ def _conversion_error(model: keras.Model, parts: list[Part], plan: Plan, is_conv
     if is_quantized(model):
         return ""
     classes = {type(model), *(type(part.operation) for part in parts)}
-    has_custom_classes = any(
-        not is_keras_class(cls) and not cls.__module__.startswith("kmp.") for cls in classes
-    )
+    has_custom_classes = not all(map(is_library_class, classes))
     try:
         check_not_float64(model)
         # Nothing but a rebuilt model shows whether the configs of custom classes suffice.
@@ -182,15 +177,11 @@ def _planned_dtype(part: Part, plan: Plan, compute_dtype: str) -> str:
 
 
 def _with_statistics(
-    rows: list[AuditRow],
-    plan: Plan,
-    passes: Passes,
-    exact: PassResult,
-    measured: Mapping[int, Value] | None,
+    rows: list[AuditRow], plan: Plan, measurement: Measurement
 ) -> tuple[list[AuditRow], tuple[FormatErrors, ...]]:
     """Returns rows with the statistics of a batch, and the errors of the outputs by format."""
-    reference = statistics_of(exact)
-    by_format = _passes_by_format(passes, plan, measured)
+    reference = statistics_of(measurement.exact)
+    by_format = _passes_by_format(measurement, plan)
     name, result = next(by_format)
     candidate = statistics_of(result)
     rows = [_measured(row, reference, candidate, FORMATS_16_BIT[name]) for row in rows]
@@ -206,15 +197,14 @@ def _with_statistics(
     return rows, tuple(formats) if is_comparable else ()
 
 
-def _passes_by_format(
-    passes: Passes, plan: Plan, measured: Mapping[int, Value] | None
-) -> Iterator[tuple[str, PassResult]]:
+def _passes_by_format(measurement: Measurement, plan: Plan) -> Iterator[tuple[str, PassResult]]:
     """Yields both 16-bit formats, each with a pass in it: first that of the candidate.
 
     A converted model is its own candidate, and computes in the other format for a pass. One that
     computes in both formats is passed only as it is.
     """
-    model, number_format = passes.model, plan.compute_dtype
+    passes, number_format = measurement.passes, plan.compute_dtype
+    model = passes.model
     if not compute_dtypes(model).isdisjoint(DTYPES_16_BIT):
         other = other_format_of(model)
         yield OTHER_FORMATS[other] if other else number_format, passes.in_own_precision()
@@ -223,7 +213,7 @@ def _passes_by_format(
         return
     for name in (number_format, OTHER_FORMATS[number_format]):
         policy = plan.policy.replace(number_format, name)
-        parts = parts_of(model, precision_of(model, policy, measured))
+        parts = parts_of(model, precision_of(model, policy, measurement.ranges))
         clone, operations = clone_model(model, parts, make_plan(model, parts, policy))
         yield name, inference_passes(clone, operations, passes.data).in_own_precision()
 

@@ -12,7 +12,7 @@ from kmp.backend.keras_internals import compute_dtypes
 from kmp.backend.patching import patches
 from kmp.conversion.cloning import clone_model
 from kmp.conversion.compile_state import transfer_compile_state
-from kmp.conversion.measurement import inference_passes, ranges_of
+from kmp.conversion.measurement import measured_with
 from kmp.conversion.model_parts import Part, check_built, check_not_float64, is_quantized, parts_of
 from kmp.conversion.overflow_search import clone_without_overflow
 from kmp.conversion.plan import Plan, extend_plan, make_plan
@@ -46,10 +46,10 @@ def convert(
 
     - Keras does not know the output layers of a subclassed model: pass them to `keep_float32`, or
       cast the outputs.
-    - A custom layer or function is traced, and stays float32 as a whole if its code needs that. One
-      that multiplies matrices runs in 16 bits if only large data are a problem, such as those of a
-      product or a long sum, which is logged. So does a layer whose code cannot be traced; such a
-      function stays float32.
+    - A custom layer or function is traced, and stays float32 as a whole if its code needs that. If
+      it multiplies matrices, and only large data are a problem, such as the terms of a product or
+      of a long sum, it runs in 16 bits, which is logged. A layer whose code cannot be traced runs
+      in 16 bits too, and a function that cannot be traced stays float32.
     - The softmax inside attention layers uses the dtype of the layer.
     - Custom layers and models that create sublayers in code get the policy, and sublayers that need
       float32 get float32. Operations in such a functional graph cannot be changed, which is logged.
@@ -88,9 +88,10 @@ def convert(
             another string; or if the batch does not fit.
 
     Example:
+    >>> import keras, kmp
     >>> hidden, last = keras.layers.Dense(8), keras.layers.Dense(2, "softmax")
     >>> model = keras.Sequential([keras.Input((8,)), hidden, last])
-    >>> [layer.compute_dtype for layer in convert(model).layers]
+    >>> [layer.compute_dtype for layer in kmp.convert(model).layers]
     ['float16', 'float32']
     """
     check_built(model)
@@ -98,20 +99,16 @@ def convert(
     if _cannot_be_converted(model):
         return model
     check_not_float64(model)
-    measured, exact = None, None
-    if batch is not None:
-        operations = {part.path: part.operation for part in parts_of(model)}
-        passes = inference_passes(model, operations, batch)
-        exact = passes.in_float32()
-        measured = ranges_of(passes, exact)
+    measurement = None if batch is None else measured_with(model, batch)
     if isinstance(policy, Plan):
         parts = parts_of(model)
         plan = extend_plan(policy, parts, keep_float32)
     else:
-        parts = parts_of(model, precision_of(model, given.policy, measured))
+        ranges = measurement.ranges if measurement else {}
+        parts = parts_of(model, precision_of(model, given.policy, ranges))
         plan = make_plan(model, parts, given.policy, keep_float32)
     _log_what_cannot_be_set(parts, plan)
-    if exact is None:
+    if measurement is None:
         paths = _depending_on_data(parts, plan)
         if paths:
             logger.warning(
@@ -121,7 +118,7 @@ def convert(
             )
         converted, _ = clone_model(model, parts, plan)
     else:
-        converted = clone_without_overflow(model, parts, plan, batch, exact)
+        converted = clone_without_overflow(model, parts, plan, batch, measurement.exact)
     transfer_compile_state(model, converted, scale_loss=plan.compute_dtype == FLOAT16.name)
     patches.use(converted)  # its custom layers may combine operands of two dtypes
     return converted
@@ -145,8 +142,10 @@ def to_float32(model: keras.Model) -> keras.Model:
         ValueError: If it is not built, computes in float64, or cannot be rebuilt from its config.
 
     Example:
+    >>> import keras, kmp
     >>> model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(2, "softmax")])
-    >>> sorted({layer.compute_dtype for layer in to_float32(convert(model)).layers})
+    >>> mixed = kmp.convert(model)
+    >>> sorted({layer.compute_dtype for layer in kmp.to_float32(mixed).layers})
     ['float32']
     """
     check_built(model)

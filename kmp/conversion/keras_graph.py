@@ -5,15 +5,20 @@ own operations that are made of others.
 """
 
 import itertools
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 import keras
 import numpy as np
 
 from kmp.backend.keras_functions import function_of, function_of_activation
-from kmp.backend.keras_internals import is_keras_class, is_passthrough, sublayers
+from kmp.backend.keras_internals import (
+    is_keras_class,
+    is_passthrough,
+    sublayers,
+)
 from kmp.backend.layer_graph import GraphCall, calls_in, has_graph
 from kmp.backend.layer_trace import LayerTrace, reading_policies, traced
 from kmp.conversion.traced_graph import Units, nodes_of_trace
@@ -56,7 +61,7 @@ class ModelGraph:
 
 
 def graph_of_model(
-    model: keras.Model, policy: str, measured: Mapping[int, Value] | None = None
+    model: keras.Model, policy: str, measured: Mapping[int, Value] = MappingProxyType({})
 ) -> ModelGraph:
     """Returns what a model would do to numbers under a 16-bit policy.
 
@@ -66,7 +71,7 @@ def graph_of_model(
         policy: The policy.
         measured: The range of the outputs of layers and operations with a batch, by their `id`.
     """
-    builder = _Builder(keras.DTypePolicy(policy), measured or {})
+    builder = _Builder(keras.DTypePolicy(policy), measured)
     with reading_policies(builder.policy_of, policy):
         builder.add_model(model)
         builder.add_others(model)
@@ -167,18 +172,26 @@ class _Builder:
             identity = keras_function("identity")
             return [self._add(Node(identity, operands, units=units, follows=follows))]
         if isinstance(operation, keras.Layer):
-            found = self._known_layer(operation, units, operands)
+            terms = _terms_of(operation, call.inputs[0]) if call.inputs else INFINITY
+            found = self._known_layer(operation, units, operands, terms)
         else:
             found = self._known_operation(operation, units, call)
             follows = [each for each in floats if isinstance(each, Node)]
         if found is not None:
             return [self._add(found)] * count
         args, kwargs = call.arguments.args, call.arguments.kwargs
-        results = self._trace(operation, args, kwargs, floats, units, follows, count)
+        # A layer as an activation has no precision of its own.
+        is_activation = type(operation) is keras.layers.Activation
+        function = operation.activation if is_activation else operation
+        results = self._trace(function, args, kwargs, floats, units, follows, count)
         return results if len(results) == count else results * count
 
     def _known_layer(
-        self, layer: Any, units: Units, operands: Sequence[Node | Value] | None = None
+        self,
+        layer: Any,
+        units: Units,
+        operands: Sequence[Node | Value] | None = None,
+        terms: float = INFINITY,
     ) -> Node | None:
         """Returns the node of a layer that need not be traced; `None` for the others."""
         if is_passthrough(layer) and not isinstance(layer, keras.layers.InputLayer):
@@ -192,14 +205,19 @@ class _Builder:
             found = [self._known_layer(each, units) for each in inner]
             self.found.nodes += filter(None, found[:-1])
             return found[-1] if all(found) else None
-        activation = getattr(layer, "activation", None)
         function = function_of(layer)
+        activation = getattr(layer, "activation", None)
+        if type(layer) is keras.layers.Activation:
+            activation = None  # it is the function
         if function is not None and "multiplies_matrices" in function.traits:
             # One with weights is of Keras, and knows what its activation needs.
             self.found.with_products.update(units[1:] if layer.weights else units)
-        is_known = function is not None and not function.adds_up and not _has_limits(layer)
+        # A function of the table, with its default arguments.
+        is_known = function is not None and not function.adds_up
         if function is not None and is_known and activation is None:
-            return Node(function, operands or [self._data], units=units, is_float32=is_float32)
+            operands = operands or [self._data]
+            return Node(function, operands, Call(terms), units=units, is_float32=is_float32)
+        # A layer with weights, which knows what it needs itself, but for its activations.
         if not (is_keras_class(type(layer)) and layer.weights):
             return None
         of_gates = getattr(layer, "recurrent_activation", None)
@@ -242,10 +260,8 @@ class _Builder:
                 return None
         if "multiplies_matrices" in function.traits:
             self.found.with_products.add(units[0])
-        terms = INFINITY
-        if type(operation).__name__ == "Matmul":
-            terms = values[0].shape[-1] or INFINITY
         operands = [self._operand(each, call) for each in values]
+        terms = _terms_of(operation, values[0])
         return Node(
             function,
             operands,
@@ -278,18 +294,12 @@ class _Builder:
             layer = layers.get(key)
             return None if layer is None else self._known_layer(layer, inner)
 
-        def is_known(layer: keras.Layer) -> bool:
-            # Layers without weights may return their inputs.
-            if not (layer.weights and is_keras_class(type(layer))):
-                return False
-            return _Builder(self._policy, {})._known_layer(layer, ()) is not None
-
         is_float32 = isinstance(function, keras.Layer) and self.policy_of(function) is self._float32
         result = Node(value=self._data, units=units, is_float32=is_float32, follows=follows)
         try:
             if state not in self._traces:
                 dtype = self._policy.compute_dtype
-                trace = traced(function, args, kwargs, dtype, is_known)
+                trace = traced(function, args, kwargs, dtype, _is_known_with_weights)
                 self._traces[state] = function, trace
             original, trace = self._traces[state]
             copies = _copies(original, function)
@@ -368,6 +378,20 @@ def _copies(original: Any, copy: Any) -> dict[int, Any]:
     return layers | handles
 
 
+def _terms_of(operation: keras.Operation, value: Any) -> float:
+    """Returns how many elements an operation along the last axis combines; Inf if not known."""
+    shape = getattr(value, "shape", None)
+    is_last = getattr(operation, "axis", -1) == -1
+    return shape[-1] or INFINITY if is_last and shape else INFINITY
+
+
+def _is_known_with_weights(layer: Any) -> bool:
+    """Whether a layer has weights and a node by its class; others may return their inputs."""
+    if is_passthrough(layer) or not (layer.weights and is_keras_class(type(layer))):
+        return False
+    return all(map(_is_known_with_weights, _inner_layers(layer)))
+
+
 def _inner_layers(layer: Any) -> Sequence[Any]:
     """Returns the layers that a wrapper, or a recurrent layer, calls."""
     names = ("forward_layer", "layer", "cell")
@@ -376,34 +400,18 @@ def _inner_layers(layer: Any) -> Sequence[Any]:
     return inner if isinstance(inner, list | tuple) else [inner]
 
 
-def _has_limits(layer: Any) -> bool:
-    """Whether an activation layer has other arguments than the function."""
-    if isinstance(layer, keras.layers.ELU):
-        return bool(layer.alpha != 1.0)
-    limits = [getattr(layer, name, None) for name in ("max_value", "negative_slope", "threshold")]
-    return isinstance(layer, keras.layers.ReLU) and any(limits)
-
-
 def _is_float_constant(value: Any) -> bool:
     is_array = isinstance(value, np.ndarray | np.number)
     return type(value) is float or (is_array and np.issubdtype(value.dtype, np.floating))
 
 
-def _values_in(arguments: Sequence[Any]) -> Iterator[Any]:
-    """Yields the tensors, arrays and numbers among arguments."""
-    for value in keras.tree.flatten(arguments):
-        is_number = type(value) in (int, float) or isinstance(value, np.ndarray | np.number)
-        if is_number or isinstance(value, keras.KerasTensor | keras.Variable):
-            yield value
-
-
 def _constants_of(operation: Any, call: GraphCall) -> tuple[float, ...]:
     """Returns the smallest and the largest constant that Keras converts to the dtype of floats."""
-    arguments = keras.tree.flatten((call.arguments.args, call.arguments.kwargs))
-    values = list(_values_in([*vars(operation).values(), *arguments]))
-    constants = [
-        each for each in values if not isinstance(each, keras.KerasTensor | keras.Variable)
-    ]
+    arguments = [*vars(operation).values(), call.arguments.args, call.arguments.kwargs]
+    constants = []
+    for value in keras.tree.flatten(arguments):
+        if type(value) in (int, float) or isinstance(value, np.ndarray | np.number):
+            constants.append(value)
     if not _has_floats(call.inputs):
         # With a float output, as in `where(mask, 0.0, -1e9)`, float constants become floats.
         is_float = _has_floats(call.outputs)

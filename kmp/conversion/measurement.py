@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import keras
@@ -9,6 +10,7 @@ import numpy as np
 
 from kmp.backend import keras_internals
 from kmp.backend.layer_graph import values_of_inputs
+from kmp.conversion.model_parts import parts_of
 from kmp.numerics import Value, constant, union
 from kmp.replay import Passes, PassResult, traced_step
 from kmp.utils import user_messages
@@ -80,27 +82,45 @@ def statistics_of(result: PassResult) -> Statistics:
     return found
 
 
-def ranges_of(passes: Passes, exact: PassResult) -> dict[int, Value]:
-    """Returns the range of the outputs of each layer and operation, and of the inputs, by `id`.
+@dataclass(frozen=True)
+class Measurement:
+    """What a float32 pass of a model over a batch shows.
 
     Args:
         passes: As `inference_passes` returns them.
-        exact: The one in float32.
+        exact: The pass in float32.
+        ranges: The range of the outputs of each layer and operation, and of the inputs, by `id`.
     """
-    operations, found = passes.operations or {}, {}
+
+    passes: Passes
+    exact: PassResult
+    ranges: Mapping[int, Value]
+
+
+def measured_with(model: keras.Model, batch: Any) -> Measurement:
+    """Returns what a float32 pass of a model over a batch shows.
+
+    Raises:
+        ValueError: If the batch does not fit the model.
+    """
+    operations = {part.path: part.operation for part in parts_of(model)}
+    passes = inference_passes(model, operations, batch)
+    exact = passes.in_float32()
+    found = {}
     for path, statistics in statistics_of(exact).items():
         if statistics.is_finite:
             values = [constant(each) for each in statistics.values if each.size]
-            found[id(operations[path])] = union(values)
-    inputs = keras_internals.graph_tensors(passes.model, "inputs")
-    given = values_of_inputs(passes.model, passes.data) if inputs else []
+            found[id({**operations, "": model}[path])] = union(values)
+    inputs = keras_internals.graph_tensors(model, "inputs")
+    given = values_of_inputs(model, batch) if inputs else []
     if len(inputs) == len(given):
         for tensor, value in zip(inputs, given, strict=True):
             array = np.asarray(value)
             is_float = keras.backend.is_float_dtype(tensor.dtype)
             if is_float and np.issubdtype(array.dtype, np.number):
                 found[id(keras_internals.producer_of(tensor))] = constant(array)
-    return {key: value for key, value in found.items() if value.is_bounded}
+    ranges = {key: value for key, value in found.items() if value.is_bounded}
+    return Measurement(passes, exact, ranges)
 
 
 def inference_passes(

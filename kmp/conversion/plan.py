@@ -40,7 +40,8 @@ class Plan:
         ValueError: If `policy` is not one of these strings.
 
     Example:
-    >>> plan = Plan("mixed_float16", {"softmax": "selected by keep_float32"})
+    >>> import kmp
+    >>> plan = kmp.Plan("mixed_float16", {"softmax": "selected by keep_float32"})
     >>> plan.policy_of("dense"), plan.policy_of("softmax")
     ('mixed_float16', 'float32')
     """

@@ -8,6 +8,7 @@ such as `BatchNormalization`, may run in 16 bits.
 import math
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 
 import keras
 
@@ -113,7 +114,7 @@ def reasons_of(problems: Sequence[Problem], number_format: FloatFormat) -> list[
 
 
 def precision_of(
-    model: keras.Model, policy: str, measured: Mapping[int, Value] | None = None
+    model: keras.Model, policy: str, measured: Mapping[int, Value] = MappingProxyType({})
 ) -> Precision:
     """Returns which layers and operations of a model need float32.
 

@@ -65,6 +65,14 @@ class StepTraffic:
             `float32_share`.
         batch_size: The size of the batch that was assumed.
         causes: Why the layers of these classes move float32, the largest share first.
+
+    Example:
+    >>> import keras, kmp
+    >>> with kmp.enable():
+    ...     layers = [keras.layers.Dense(64), keras.layers.Dense(2, dtype="float32")]
+    ...     model = keras.Sequential([keras.Input((64,)), *layers])
+    >>> print(kmp.audit(model).traffic)
+    54% of the bytes of a forward and backward pass (batch size 32) are float32: Dense 54%.
     """
 
     float32_share: float

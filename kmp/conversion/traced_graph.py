@@ -41,8 +41,9 @@ _DEPTHWISE = "DepthwiseConv2dNative"
 _OF_AXES = ("Cumprod", "Cumsum", "EuclideanNorm", "Mean", "Prod", "Sum")
 # Operations of positions and sizes, which are computed if they depend on constants alone.
 _FOLDED = (
-    *("AddV2", "Cast", "ExpandDims", "Fill", "Maximum", "Minimum", "Mul", "Neg", "Pow", "Range"),
-    *("RealDiv", "Reshape", "Sub", "SelectV2"),
+    *("AddV2", "Cast", "Exp", "ExpandDims", "Fill", "FloorDiv", "FloorMod", "Log", "Maximum"),
+    *("Minimum", "Mul", "Neg", "Pow", "Range", "RealDiv", "Reshape", "Rsqrt", "SelectV2", "Sqrt"),
+    *("Square", "Sub"),
 )
 _TRACER = layer_trace.__file__
 _CAST = tensorflow_function("Cast")

@@ -18,6 +18,10 @@ from kmp.utils.float_formats import FLOAT16, FLOAT32
 DERIVATION = "derived from its formula"
 # A relative error up to this is kept as one; a larger one may be a smaller absolute error.
 LARGEST_ERROR = 0.01
+# Up to this it is kept too, if the error of the largest results becomes at most so much larger, as
+# after an exponential. Close to a zero of the function, errors are not relative to the results.
+_LARGEST_RELATIVE = 0.1
+_LOOSEST = 1.1
 _LARGE = 1e3  # results of huge data that exceed it have no bounds, unlike logarithms
 _ORDINARY = 1e4  # poles and steep slopes are looked for up to here
 
@@ -116,8 +120,8 @@ class Function:
             default this follows from its formula alone.
         overflow: Why float16 does not do where the data decide how large its operands are.
         in_16_bits: Why it runs in 16 bits, whatever its operands; may be empty.
-        in_float32: Why it needs float32, whatever its operands; may be empty. If it names float16,
-            this is not why in bfloat16.
+        in_float32: Why it needs float32, whatever its operands; may be empty.
+        in_bfloat16: Why bfloat16 does not do, if that is another reason.
         most_terms: How many terms 16-bit kernels add up with a small error; by default as many as
             arithmetic in 16 bits allows. Where it is given, kernels for bfloat16 add up in float32.
         domain: Where it is defined: the range of its first operand.
@@ -130,6 +134,7 @@ class Function:
     overflow: str = ""
     in_16_bits: str = ""
     in_float32: str = ""
+    in_bfloat16: str = ""
     most_terms: float | None = None
     domain: tuple[float, float] = (-INFINITY, INFINITY)
 
@@ -325,7 +330,10 @@ def _error(
     shifts = _shifts(function, points, results, x.relative * sizes)
     ratios = np.where(shifts == 0.0, 0.0, shifts / magnitudes)
     relative = _largest(ratios)
-    if relative > LARGEST_ERROR:
+    largest_shift = _largest(shifts)
+    is_as_tight = relative * float(magnitudes.max()) <= _LOOSEST * largest_shift < INFINITY
+    is_moderate = relative <= _LARGEST_RELATIVE and x.is_bounded and not x.absolute
+    if relative > LARGEST_ERROR and not (is_moderate and is_as_tight):
         relative = 0.0
     if x.absolute:
         shifts = _shifts(function, points, results, x.relative * sizes + x.absolute)

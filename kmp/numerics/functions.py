@@ -47,6 +47,7 @@ _SUMS = "long sums overflow float16 or lose small elements"
 _LONG_PRODUCTS = "products of many elements overflow float16 or are 0"
 _SUMS_OF_EXPONENTIALS = "the logarithm of a sum of exponentials, which loses small ones in float16"
 _PROBABILITIES = "exp, sum and division: float16 flushes small probabilities to zero"
+TOO_FEW_BITS = "bfloat16 has 8 significant bits, too few for this operation"
 _AMPLIFIES = "amplifies the float16 rounding errors of its input"
 
 
@@ -239,6 +240,7 @@ FUNCTIONS: tuple[Function, ...] = (
         keras="binarycrossentropy categoricalcrossentropy sparsecategoricalcrossentropy ctcloss",
         source=_TORCH,
         in_float32=_LOGARITHMS,
+        in_bfloat16=TOO_FEW_BITS,
         formula=combinations.cross_entropy,
     ),
     Combination(
@@ -246,6 +248,7 @@ FUNCTIONS: tuple[Function, ...] = (
         tensorflow="SoftmaxCrossEntropyWithLogits SparseSoftmaxCrossEntropyWithLogits",
         source=f"{_PAPER}, {_TORCH}",
         in_float32=_SUMS_OF_EXPONENTIALS,
+        in_bfloat16=TOO_FEW_BITS,
         formula=combinations.cross_entropy_of_logits,
     ),
     # Products, sums and means.
@@ -442,6 +445,7 @@ FUNCTIONS: tuple[Function, ...] = (
         tensorflow="Softmax",
         source=f"{_PAPER}, {_TORCH}",
         in_float32=_PROBABILITIES,
+        in_bfloat16=TOO_FEW_BITS,
         formula=combinations.softmax,
     ),
     Combination(
@@ -450,6 +454,7 @@ FUNCTIONS: tuple[Function, ...] = (
         tensorflow="LogSoftmax",
         source=f"{_PAPER}, {_TORCH}",
         in_float32=_SUMS_OF_EXPONENTIALS,
+        in_bfloat16=TOO_FEW_BITS,
         formula=combinations.log_softmax,
     ),
     Fixed(
@@ -489,6 +494,7 @@ FUNCTIONS: tuple[Function, ...] = (
         keras="batchnorm",
         source=f"{_PAPER}, {_KERAS}",
         in_float32="the variance of values above 256 overflows float16",
+        in_bfloat16=TOO_FEW_BITS,
         low=-NORMALIZED,
         high=NORMALIZED,
     ),
@@ -503,6 +509,7 @@ FUNCTIONS: tuple[Function, ...] = (
         keras="corrcoef",
         source=_KERAS,
         in_float32="the variance of values above 256 overflows float16",
+        in_bfloat16=TOO_FEW_BITS,
         low=-1.0,
         high=1.0,
     ),
@@ -841,6 +848,7 @@ FUNCTIONS: tuple[Function, ...] = (
         keras="squareplus",
         source=_KERAS,
         in_float32=_POWERS,
+        in_bfloat16=TOO_FEW_BITS,
         compute=formulas.squareplus,
     ),
     Combination(
@@ -937,6 +945,7 @@ FUNCTIONS: tuple[Function, ...] = (
         keras="roundtodecimals",
         source=_KERAS,
         in_float32="it multiplies by a power of 10, which overflows float16",
+        in_bfloat16=TOO_FEW_BITS,
     ),
     Combination(
         name="floor of the quotient",
@@ -1203,6 +1212,7 @@ def keras_function(name: str) -> Function | None:
     Composite operations, such as `var`, have none: what they compute is seen where they are traced.
 
     Example:
+    >>> from kmp.numerics import keras_function
     >>> keras_function("LogSoftmax") is keras_function("log_softmax")
     True
     """
@@ -1213,6 +1223,7 @@ def tensorflow_function(kind: str) -> Function | None:
     """Returns the function that a type of TensorFlow's operations computes.
 
     Example:
+    >>> from kmp.numerics import tensorflow_function
     >>> tensorflow_function("Sin").name
     'sine'
     """
@@ -1234,6 +1245,7 @@ def einsum_function(subscripts: str) -> Function:
     All others are matrix products, such as `"bij,jk->bik"` and the product with a vector.
 
     Example:
+    >>> from kmp.numerics import einsum_function
     >>> einsum_function("btc->bc").name, einsum_function("...ij,jk").name
     ('sum', 'matrix product')
     """
@@ -1241,8 +1253,11 @@ def einsum_function(subscripts: str) -> Function:
     text = subscripts.replace(" ", "").replace("...", ".")
     inputs, arrow, explicit_output = text.partition("->")
     operands = inputs.split(",")
-    output = set(explicit_output) if arrow else _implicit_output(operands)
-    summed = set("".join(operands)) - output
+    indices = "".join(operands)
+    output = set(explicit_output)
+    if not arrow:  # it keeps the indices that appear once
+        output = {index for index in indices if indices.count(index) == 1 or index == "."}
+    summed = set(indices) - output
     if len(operands) == 1:
         return LONG_SUM if summed else _MOVE
     if not summed:
@@ -1250,12 +1265,6 @@ def einsum_function(subscripts: str) -> Function:
     counts = [sum(index in each for each in operands) for index in summed]
     is_dot_product = all(output <= set(operand) for operand in operands)
     return _SUM_OF_PRODUCTS if 1 in counts or is_dot_product else _MATRIX_PRODUCT
-
-
-def _implicit_output(operands: list[str]) -> set[str]:
-    """Returns the indices that an einsum without an arrow keeps: those that appear once."""
-    indices = "".join(operands)
-    return {index for index in indices if indices.count(index) == 1 or index == "."}
 
 
 GATE_FUNCTION = _OF_KERAS["silu"]

@@ -13,7 +13,6 @@ unit follows (`amplified`). A unit that multiplies matrices keeps a problem of l
 """
 
 import math
-import re
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from typing import Literal
@@ -28,9 +27,9 @@ from kmp.numerics.function import (
     Function,
     Outcome,
 )
-from kmp.numerics.functions import TO_INTEGER
+from kmp.numerics.functions import TO_INTEGER, TOO_FEW_BITS
 from kmp.numerics.values import DATA, INFINITY, Value
-from kmp.utils.float_formats import FLOAT16, FloatFormat
+from kmp.utils.float_formats import BFLOAT16, FLOAT16, FloatFormat
 
 Kind = Literal["constant", "always", "range", "slope", "terms", "error"]
 
@@ -46,7 +45,6 @@ _LARGEST_SLOPE = FLOAT16.max
 _HEADROOM = 16.0
 # A factor up to this enlarges a value little: 1 + tanh(x) is at most 2.
 _SMALL_FACTOR = 8.0
-_TOO_FEW_BITS = "bfloat16 has 8 significant bits, too few for this operation"
 
 
 @dataclass(eq=False, repr=False)  # it has all nodes before it
@@ -112,16 +110,20 @@ class Problem:
     def _reason(self, number_format: FloatFormat) -> str:
         function, name = self.node.function, number_format.name
         if self.kind == "constant":
-            return f"the constant {self.number:g} {_loss_of(self.number, number_format)}"
+            constant = f"the constant {self.number:g}"
+            if abs(self.number) > number_format.max:
+                return f"{constant} exceeds {number_format.max:g} and overflows in {name}"
+            smallest = number_format.smallest_subnormal
+            return f"{constant} is below {smallest:.0g} and is zero in {name}"
         assert function is not None
-        is_of_float16 = re.search(rf"\b{FLOAT16.name}", function.in_float32)
-        if self.kind == "always" and (number_format is FLOAT16 or not is_of_float16):
-            return function.in_float32
+        if self.kind == "always":
+            own = function.in_bfloat16 if number_format is BFLOAT16 else ""
+            return own or function.in_float32
         if function is TO_INTEGER:
             exact, largest = number_format.max_exact_integer, self.operand.magnitude
             return f"{name} has integers up to {exact}, and it casts numbers up to {largest:.5g}"
         if number_format is not FLOAT16:
-            return _TOO_FEW_BITS
+            return TOO_FEW_BITS
         if self.kind == "range" and self.operand.is_bounded and self.result.is_bounded:
             return (
                 f"the {function.name} of numbers up to {self.operand.magnitude:.3g} may reach"
@@ -204,19 +206,8 @@ def interpret(
     found = _interpreted(nodes, number_format, float32)
     if any(node.measured is not None for node in nodes):
         of_batch = _interpreted(nodes, number_format, float32, uses_measured=True)
-        judged, harmful = _judged(nodes), {each.node for each in of_batch.problems}
-        harmful |= {each.node for each in found.problems if not each.is_of_large_numbers}
-        found.problems = [
-            each for each in found.problems if each.node in harmful or each.node not in judged
-        ]
-        known = {each.node for each in found.problems}
-        for problem in of_batch.problems:
-            if problem.kind == "error" and problem.node in judged:
-                found.shown.add(problem.node)
-                found.problems += [problem] if problem.node not in known else []
-        found.unknown = [
-            each for each in found.unknown if each in of_batch.unknown or each not in judged
-        ]
+        _decide_by_batch(found, of_batch, _judged(nodes))
+    # Powers of data that are infinite do no harm if only bounded functions get them.
     powers = [each for each in found.problems if each.kind == "range" and each.is_mild]
     if powers:
         users: dict[Node, list[Node]] = {node: [] for node in nodes}
@@ -245,6 +236,22 @@ def _interpreted(
         if _clusters(node, found):
             found.clustering.add(node)
     return found
+
+
+def _decide_by_batch(found: Interpretation, of_batch: Interpretation, judged: Set[Node]) -> None:
+    """Replaces what an interpretation says of nodes that a batch judges by what the batch says."""
+    harmful = {each.node for each in of_batch.problems}
+    harmful |= {each.node for each in found.problems if not each.is_of_large_numbers}
+    found.problems = [
+        each for each in found.problems if each.node in harmful or each.node not in judged
+    ]
+    known = {each.node for each in found.problems}
+    for problem in of_batch.problems:
+        if problem.kind == "error" and problem.node in judged:
+            found.shown.add(problem.node)
+            found.problems += [problem] if problem.node not in known else []
+    unknown = set(of_batch.unknown)
+    found.unknown = [each for each in found.unknown if each in unknown or each not in judged]
 
 
 def _judged(nodes: Sequence[Node]) -> set[Node]:
@@ -386,8 +393,9 @@ class _Step:
     def _rounded(self, value: Value) -> Value:
         """Returns a result with the error of rounding it."""
         number_format, function = self.number_format, self.node.function
-        is_number = value.low == value.high and _has(number_format, value.low)
-        if self.is_float32 or is_number:
+        if self.is_float32:
+            return value
+        if value.low == value.high and _is_exact_in(number_format, value.low):
             return value
         absolute = value.absolute
         is_small = value.smallest_magnitude < number_format.smallest_normal
@@ -484,8 +492,8 @@ def _multiplies_data(node: Node, operands: Sequence[Value], number_format: Float
     return len(sizes) > 1 and math.prod(sizes) > number_format.max
 
 
-def _has(number_format: FloatFormat, number: float) -> bool:
-    """Whether a format has a number of its normal range."""
+def _is_exact_in(number_format: FloatFormat, number: float) -> bool:
+    """Whether a number of the normal range of a format needs no rounding."""
     digits = math.frexp(number)[0] * 2.0 ** (number_format.fraction_bits + 1)
     return digits.is_integer() and number_format.smallest_normal <= abs(number) <= number_format.max
 
@@ -509,13 +517,6 @@ def _is_lost(number: float, number_format: FloatFormat) -> bool:
     size = abs(number)
     is_small = 0.0 < size <= 2.0**number_format.flush_exponent
     return is_small or number_format.max < size < INFINITY
-
-
-def _loss_of(number: float, number_format: FloatFormat) -> str:
-    if abs(number) > number_format.max:
-        return f"exceeds {number_format.max:g} and overflows in {number_format.name}"
-    smallest = number_format.smallest_subnormal
-    return f"is below {smallest:.0g} and is zero in {number_format.name}"
 
 
 def reason_for_all_data(function: Function, number_format: FloatFormat, terms: float = 1) -> str:

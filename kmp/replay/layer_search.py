@@ -12,7 +12,8 @@ from kmp.records.replay import LayerSearch
 from kmp.replay.passes import Passes, PassResult
 
 _MOST_LAYERS = 12
-# Of the outputs of the model, where the loss may be what fails.
+# Of the outputs of the model, where the loss may be what fails. It orders what a search tries, and
+# what is tried decides, so it is no threshold of the diagnosis.
 _SMALL_OUTPUT_ERROR = 0.05
 
 Chosen = tuple[str, ...]

@@ -128,7 +128,8 @@ class Passes:
     @property
     def examples(self) -> int:
         """The number of examples in the batch."""
-        return len(keras.tree.flatten(self.data)[0])
+        values = (each for each in keras.tree.flatten(self.data) if each is not None)
+        return len(next(values))
 
     @property
     def optimizers(self) -> list[Any]:

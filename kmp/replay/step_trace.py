@@ -95,11 +95,15 @@ def objects_of_step(
     return [*inner, *optimizers, *monitors, *(each.stage for each in monitors)]
 
 
-def _spec_of(value: Any) -> tf.TensorSpec:
+def _spec_of(value: Any) -> tf.TensorSpec | None:
+    if value is None:  # an optional input
+        return None
     tensor = tf.convert_to_tensor(value)
     return tf.TensorSpec(tensor.shape, tensor.dtype)
 
 
-def _spec_of_any_rows(value: Any) -> tf.TensorSpec:
+def _spec_of_any_rows(value: Any) -> tf.TensorSpec | None:
     spec = _spec_of(value)
+    if spec is None:
+        return None
     return tf.TensorSpec([None, *spec.shape[1:]] if spec.shape.rank else [], spec.dtype)

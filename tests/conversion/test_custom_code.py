@@ -124,6 +124,88 @@ def test_activations_and_cells_of_the_user_are_looked_into(layer):
     assert re.fullmatch(r"test_custom_code\.py:\d+: exponentials overflow float16.*", reason)
 
 
+class Steep(layers.ReLU):
+    """A subclass of a layer of Keras that computes something else."""
+
+    def call(self, x):
+        return ops.exp(super().call(x))
+
+
+def test_subclass_of_a_known_layer_is_looked_into_if_it_overrides_call():
+    reason = kmp.audit(model_of(Steep(name="code"))).plan.float32["code"]
+    assert re.fullmatch(r"test_custom_code\.py:\d+: exponentials overflow float16.*", reason)
+
+
+def test_sum_of_an_unknown_number_of_bounded_numbers_stays_float32():
+    class Counts(layers.Layer):
+        def __init__(self, **arguments):
+            super().__init__(**arguments)
+            self.dense = layers.Dense(8)
+
+        def call(self, x):
+            return self.dense(ops.sum(ops.sigmoid(x), axis=(1, 2)))
+
+        def compute_output_shape(self, shape):
+            return shape[0], 8
+
+    inputs = keras.Input((None, None, 8))
+    outputs = layers.Dense(2, name="last")(Counts(name="code")(inputs))
+    assert "code" in kmp.audit(keras.Model(inputs, outputs)).plan.float32
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        lambda layer: layer,
+        lambda layer: layers.Activation(layer, name="code"),
+        lambda layer: layers.Dense(8, activation=layer, name="code"),
+    ],
+    ids=["layer", "Activation", "Dense"],
+)
+@pytest.mark.parametrize("name", ["user's call", "argument"])
+def test_layer_as_an_activation_is_looked_into_as_the_layer_is(wrap, name):
+    layer = Steep(name="code") if name == "user's call" else layers.ELU(alpha=1e5, name="code")
+    assert "code" in kmp.audit(model_of(wrap(layer))).plan.float32
+
+
+def test_class_of_the_user_may_have_the_name_of_one_of_keras():
+    class Einsum(layers.Layer):
+        def call(self, x):
+            return ops.einsum("bi,bi->bi", x, x)
+
+    class Last(layers.GlobalAveragePooling1D):
+        def call(self, x):
+            return x[:, -1]
+
+    assert "code" in kmp.audit(model_of(Einsum(name="code"))).plan.float32
+    model = model_of(Last(name="code"), shape=(4, 8))
+    assert list(kmp.audit(model).plan.float32) == ["after"]
+
+
+@pytest.mark.parametrize(
+    "softmax",
+    [lambda: ops.softmax, layers.Softmax, lambda: layers.Activation("softmax")],
+    ids=["operation", "layer", "Activation"],
+)
+def test_probabilities_of_bounded_logits_are_not_small(softmax):
+    inputs = keras.Input((8,))
+    hidden = layers.Dense(8, "tanh")(inputs)
+    outputs = layers.Dense(2, name="last")(ops.log(softmax()(hidden)))
+    found = kmp.audit(keras.Model(inputs, outputs)).plan.float32
+    assert not any("log" in path for path in found)
+
+
+def sinusoid(x):
+    """Sines of quotients by powers that are computed of constants, in the dtype of the data."""
+    positions = ops.cast(ops.arange(8), x.dtype)
+    divisors = 10000.0 ** (2.0 * (positions // 2.0) / 8.0)
+    return x + ops.sin(ops.tanh(x) / divisors)
+
+
+def test_error_of_a_power_is_relative_so_that_a_quotient_by_it_is_bounded():
+    assert list(kmp.audit(model_of(Code(sinusoid, name="code"))).plan.float32) == ["after"]
+
+
 def test_activation_of_gates_in_a_wrapper_is_looked_at():
     layer = layers.Bidirectional(layers.GRU(8, recurrent_activation="exponential"), name="code")
     assert "code" in kmp.audit(model_of(layer, shape=(4, 8))).plan.float32

@@ -122,3 +122,21 @@ def test_result_that_is_always_0_is_measured():
     model, batch = model_of(difference), 0.1 * NORMAL
     converted = kmp.convert(model, batch=batch)
     np.testing.assert_array_equal(converted(batch), model(batch))
+
+
+class MayAdd(layers.Layer):
+    def call(self, x, other=None):
+        return x if other is None else x + other
+
+    def compute_output_shape(self, x_shape, other_shape=None):
+        return x_shape
+
+
+def test_optional_input_may_be_missing_in_a_batch():
+    x, other = keras.Input((8,)), keras.Input((8,), optional=True)
+    outputs = layers.Dense(2, name="last")(ops.square(MayAdd()(layers.Dense(8)(x), other)))
+    model = keras.Model([x, other], outputs)
+    assert "square" in " ".join(in_float32(model))
+    assert in_float32(model, [NORMAL, None]) == set()
+    other_first = keras.Model([other, x], outputs)
+    assert in_float32(other_first, [None, NORMAL]) == set()
