@@ -88,11 +88,11 @@ def compare(
         MeasurementError: If the model does not train in float32.
 
     Example:
-    >>> import keras
+    >>> import keras, kmp_bench
     >>> dense = [keras.layers.Dense(8), keras.layers.Dense(8)]
     >>> model = keras.Sequential([keras.Input((8,)), *dense])
     >>> model.compile("adam", "mse")
-    >>> compared = compare(model, steps=1, rounds=1)
+    >>> compared = kmp_bench.compare(model, steps=1, rounds=1)
     >>> [(step.policy, step.mode) for step in compared.steps if step.seconds][:3]
     [('float32', 'graph'), ('float32', 'XLA'), ('mixed_float16', 'graph')]
     """
@@ -100,7 +100,7 @@ def compare(
     rounds = validation.positive_integer("rounds", rounds)
     source = source_of(model, batch, batch_size)
     with _quiet(), global_state_restored():
-        comparison = _measured(_variants(source.build), steps, rounds)
+        comparison = _measured(_prepared_models(source.build), steps, rounds)
     gc.collect()  # Keras' models are reference cycles
     comparison = replace(comparison, notes=(*source.notes, *comparison.notes))
     return replace(comparison, limit=limit_of(comparison))
@@ -120,7 +120,7 @@ def _quiet() -> Iterator[None]:
             logger.setLevel(level)
 
 
-class _Variant(NamedTuple):
+class _PreparedModel(NamedTuple):
     """A model in one precision, and what it trains on."""
 
     policy: str
@@ -136,12 +136,12 @@ class _Trainer:
         error: Why it does not train; empty if it does.
     """
 
-    def __init__(self, variant: _Variant, mode: str, most_steps: int) -> None:
-        self.variant, self.mode, self._function = variant, mode, None
+    def __init__(self, prepared: _PreparedModel, mode: str, most_steps: int) -> None:
+        self.prepared, self.mode, self._function = prepared, mode, None
         self._blocks = Blocks(warm_up=1, count=1, steps=1)
         self.error = ""
         if MODES[mode]:
-            obstacle = jit_obstacle(variant.model)
+            obstacle = jit_obstacle(prepared.model)
             self.error = f"off, {obstacle}" if obstacle else xla_error() or ""
         if self.error:
             return
@@ -158,12 +158,12 @@ class _Trainer:
 
     def turn(self) -> tuple[float, int | None]:
         """Continues the training; returns the seconds of a step, and on a GPU its memory."""
-        model = self.variant.model
+        model = self.prepared.model
         model.train_function = self._function
         request(model, MODES[self.mode])
         before = memory_in_use()
-        with enable(self.variant.policy):
-            times = time_fit(model, self.variant.data, self._blocks)
+        with enable(self.prepared.policy):
+            times = time_fit(model, self.prepared.data, self._blocks)
         self._function = model.train_function
         if before is None:
             return times.seconds[0], None
@@ -173,13 +173,13 @@ class _Trainer:
         return times.seconds[0], times.peak_memory - before + own
 
 
-def _variants(build: Callable[[str], tuple[keras.Model, Any]]) -> list[_Variant]:
+def _prepared_models(build: Callable[[str], tuple[keras.Model, Any]]) -> list[_PreparedModel]:
     """Returns the model in each precision.
 
     Raises:
         ValueError: If training one would change another one, or what the program has.
     """
-    variants: list[_Variant] = []
+    models: list[_PreparedModel] = []
     seen: set[int] = set()
     for policy in POLICIES:
         # Each begins with the same random numbers and names of layers.
@@ -192,26 +192,26 @@ def _variants(build: Callable[[str], tuple[keras.Model, Any]]) -> list[_Variant]
                 " each call: its models are trained."
             )
         seen |= variables
-        variants.append(_Variant(policy, model, batch, as_dataset(batch)))
-    return variants
+        models.append(_PreparedModel(policy, model, batch, as_dataset(batch)))
+    return models
 
 
-def _measured(variants: Sequence[_Variant], most_steps: int, rounds: int) -> StepComparison:
-    model, batch = variants[0].model, variants[0].batch
+def _measured(models: Sequence[_PreparedModel], most_steps: int, rounds: int) -> StepComparison:
+    model, batch = models[0].model, models[0].batch
     runs_eagerly, is_compiled = bool(model.run_eagerly), bool(model.jit_compile)  # by the user
     device = _device()  # before the steps need memory
-    for variant in variants:
-        variant.model.run_eagerly, variant.model.steps_per_execution = False, 1
+    for prepared in models:
+        prepared.model.run_eagerly, prepared.model.steps_per_execution = False, 1
     trainers = []
-    for variant in variants:
-        trainers += [_Trainer(variant, mode, most_steps) for mode in MODES]
+    for prepared in models:
+        trainers += [_Trainer(prepared, mode, most_steps) for mode in MODES]
         if trainers[0].error:
             raise MeasurementError(f"The model does not train in float32. {trainers[0].error}")
     trained = {each: each.turn for each in trainers if not each.error}
     steps = _steps(trainers, alternate(trained, rounds))
-    matrices, unaligned = _dimensions(variants[1].model)
+    matrices, unaligned = _dimensions(models[1].model)
     has_data = isinstance(batch, tf.data.Dataset)
-    specs = keras.tree.flatten(variants[0].data.element_spec)
+    specs = keras.tree.flatten(models[0].data.element_spec)
     tensors = [f"{' x '.join(map(str, each.shape))} {each.dtype.name}" for each in specs]
     return StepComparison(
         model=model.name,
@@ -238,20 +238,20 @@ def _steps(
             seconds.append(of_step)
             memory += [] if peak is None else [peak]
         step = Step(
-            trainer.variant.policy,
+            trainer.prepared.policy,
             trainer.mode,
             tuple(seconds),
             max(memory, default=None),
-            _traffic(trainer.variant) if trainer.mode == GRAPH and seconds else None,
+            _traffic(trainer.prepared) if trainer.mode == GRAPH and seconds else None,
             trainer.error,
         )
         steps.append(step)
     return tuple(steps)
 
 
-def _traffic(variant: _Variant) -> Traffic | None:
+def _traffic(prepared: _PreparedModel) -> Traffic | None:
     """Returns what a training step would cost on a GPU in graph mode; `None` if none is traced."""
-    model, spec = variant.model, variant.data.element_spec
+    model, spec = prepared.model, prepared.data.element_spec
     request(model, False)
 
     def step(data: Any) -> Any:
@@ -259,7 +259,7 @@ def _traffic(variant: _Variant) -> Traffic | None:
             return model.train_step(data)
 
     try:
-        with enable(variant.policy), traced_for_gpu():
+        with enable(prepared.policy), traced_for_gpu():
             return traffic_by_class(model, step, spec, on_replicas=True)
     except Exception:  # the user's code may raise anything, and the times are known without
         return None

@@ -24,9 +24,10 @@ MODES = {"graph": False, "XLA": True}
 
 
 class MeasurementError(RuntimeError):
-    """A measurement failed.
+    """Raised if a measurement fails.
 
     Example:
+    >>> from kmp_bench import MeasurementError
     >>> issubclass(MeasurementError, RuntimeError)
     True
     """

@@ -114,7 +114,13 @@ def _copy_in(model: keras.Model, policy: str) -> keras.Model:
     if policy != FLOAT32.name:
         plan: Plan | str = policy
         if computing_format(compute_dtypes(model)) is not FLOAT32:
-            plan = Plan(policy, _float32_layers(model))
+            layers = [part for part in parts_of(model) if part.is_planned and part.is_layer]
+            in_float32 = {
+                part.path: "float32 in this model"
+                for part in layers
+                if getattr(part.operation, "compute_dtype", "") == FLOAT32.name
+            }
+            plan = Plan(policy, in_float32)
         copy = convert(copy, plan)
         if compute_dtypes(copy) == {FLOAT32.name}:
             raise ValueError(
@@ -123,16 +129,6 @@ def _copy_in(model: keras.Model, policy: str) -> keras.Model:
     with copy.distribute_strategy.scope():  # again, now under `enable`
         copy.compile(**keras_internals.compile_arguments(copy))
     return copy
-
-
-def _float32_layers(model: keras.Model) -> dict[str, str]:
-    """Returns the paths of a model's float32 layers, with the reason, for a plan."""
-    planned = [part for part in parts_of(model) if part.is_planned and part.is_layer]
-    return {
-        part.path: "float32 in this model"
-        for part in planned
-        if getattr(part.operation, "compute_dtype", "") == FLOAT32.name
-    }
 
 
 def made_batch(model: keras.Model, batch_size: int | None = None) -> tuple[Batch, str]:

@@ -34,6 +34,7 @@ class Step:
         error: Why there are no times.
 
     Example:
+    >>> from kmp_bench import Step
     >>> Step("float32", "graph", seconds=(0.5, 0.25, 0.75)).median
     0.5
     """
@@ -62,6 +63,7 @@ class Device:
         bytes_per_second: The memory bandwidth. Both are measured on a GPU, else assumed.
 
     Example:
+    >>> from kmp_bench import Device
     >>> Device("T4", launch_seconds=8e-6, bytes_per_second=2.5e11)
     Device(gpu='T4', has_tensor_cores=True, launch_seconds=8e-06, bytes_per_second=250000000000.0)
     """
@@ -81,7 +83,7 @@ class Device:
 
 @dataclass(frozen=True, repr=False)
 class StepComparison(Displayed):
-    """The result of `kmp_bench.compare`. Displays as tables in terminals and notebooks.
+    """The result of `kmp_bench.compare`, which displays as tables in terminals and notebooks.
 
     Args:
         model: The model's name.
@@ -98,6 +100,7 @@ class StepComparison(Displayed):
         limit: One sentence: what limits the gain of 16 bits.
 
     Example:
+    >>> from kmp_bench import Step, StepComparison
     >>> steps = Step("float32", "graph", (0.5,)), Step("mixed_float16", "graph", (0.25,))
     >>> compared = StepComparison("network", "32 x 8 float32", steps)
     >>> [(result.variant, result.ratio) for result in compared.measurements()]

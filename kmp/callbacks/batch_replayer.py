@@ -168,7 +168,10 @@ class BatchReplayer:
             return None
         schedule, runs_step = self._schedule, self._attempts.runs_step
         has_overflowed = schedule.is_overflow_due(snapshot, has_gradients=runs_step)
-        is_compared = self._has_computed_in_16_bits() and schedule.is_comparison_due(
+        guard = guarded_step_of(self._model)
+        is_repaired = guard is not None and guard.has_repaired_layers
+        has_computed_in_16_bits = is_repaired or self._format is not FLOAT32
+        is_compared = has_computed_in_16_bits and schedule.is_comparison_due(
             snapshot, self._format, is_last=is_last
         )
         if not has_overflowed and not is_compared:
@@ -404,13 +407,6 @@ class BatchReplayer:
         """Captures the batch of the next step."""
         self._overflows_at_request = snapshot.overflow_count
         self._capture.request()
-
-    def _has_computed_in_16_bits(self) -> bool:
-        """Whether a layer computes in 16 bits, or did before a repair."""
-        guard = guarded_step_of(self._model)
-        if guard is not None and guard.has_repaired_layers:
-            return True
-        return self._format is not FLOAT32
 
     def _graph_for(self, data: Any) -> StepGraph:
         """Returns the graph of the training step, which is another one after a repair.

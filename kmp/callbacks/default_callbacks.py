@@ -19,31 +19,42 @@ def defaults(
     report: PathLike | None = None,
     failing_batch: PathLike | None = None,
 ) -> list[keras.callbacks.Callback]:
-    """Returns the recommended callbacks for a run: a `Monitor`.
+    """Returns the recommended callbacks for a training: a list with one `Monitor`.
 
-    Its `run` is a `kmp.records.Run` with all records. It adds `loss_scale`, `overflow_count` and
-    `grad_norm` to `logs`, which Keras shows in the progress bar and in `History`. `run`, the log
-    and TensorBoard have more, see `kmp.records`.
+    It records the training, replays batches, repairs the training, and stops it if it is stuck:
+    see [Callbacks and logs](../guide/callbacks.md). `run` of the monitor has the records, as a
+    `kmp.records.Run`. Keras' `logs` get `loss_scale`, `overflow_count` and `grad_norm`.
 
     Args:
-        log_dir: As in `Monitor`.
-        every_n_steps: As in `Monitor`.
-        variables: As in `Monitor`.
-        replay: As in `Monitor`.
-        repair: As in `Monitor`.
-        on_nonfinite: As in `Monitor`.
-        patience: As in `Monitor`.
-        log_norms: As in `Monitor`.
-        report: As in `Monitor`.
-        failing_batch: As in `Monitor`.
+        log_dir: Folder for the log `kmp.jsonl` and TensorBoard's event files; `None` for no files.
+        every_n_steps: Integer, at least 1: how often to record and to sample the gradients, in
+            steps of the optimizer.
+        variables: The variables whose gradients are sampled: a path, a pattern such as
+            `"*/kernel"`, or a list of these; `None` for all.
+        replay: Whether to replay batches, to find what 16 bits lose and where NaN and Inf begin.
+        repair: Whether to set layers to float32 if a replay proves that the training needs it.
+        on_nonfinite: What to do about NaN and Inf that no loss scale prevents: `"skip"`, `"raise"`,
+            `"lower_learning_rate"`, `"warn"` or `"ignore"`, see
+            [NaN and Inf](../guide/diagnose.md#nan-and-inf).
+        patience: Integer, at least 1: the number of consecutive skipped steps after which a
+            training is stuck.
+        log_norms: Whether to add the gradient norm of each layer to `logs`.
+        report: An `.html` file for the report, written at the end of epochs and of training.
+        failing_batch: An `.npz` file for the batch of the first step with such NaN or Inf.
 
     Raises:
         TypeError: If an argument has the wrong type.
         ValueError: If an argument is outside its range.
 
     Example:
-    >>> [type(callback).__name__ for callback in defaults(every_n_steps=50)]
-    ['Monitor']
+    >>> import keras, kmp, numpy as np
+    >>> with kmp.enable(initial_scale=1024.0):
+    ...     model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+    ...     model.compile("sgd", "mse")
+    >>> x, y, callbacks = np.ones((8, 4)), np.ones((8, 1)), kmp.callbacks.defaults()
+    >>> history = model.fit(x, y, verbose=0, callbacks=callbacks)
+    >>> callbacks[0].run.last("loss_scale")
+    1024.0
     """
     monitor = Monitor(
         log_dir,

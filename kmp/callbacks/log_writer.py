@@ -121,7 +121,9 @@ class LogWriter:
         self._has_records = bool(kept.rows)
         self._encoder = LogEncoder()
         self._lines = (self._folder / FILE_NAME).open("a", encoding="utf-8")
-        self._events = self._new_events()
+        self._events = tf.summary.create_file_writer(
+            str(self._folder), filename_suffix=tensorboard_events.SUFFIX
+        )
         for record in kept.rows if is_rewritten else ():
             self._write_events(record, kept)
         self._events.flush()
@@ -186,11 +188,6 @@ class LogWriter:
             self._has_records = True
         self._lines.write(self._encoder.line(record))
         self._lines.flush()
-
-    def _new_events(self) -> Any:
-        return tf.summary.create_file_writer(
-            str(self._folder), filename_suffix=tensorboard_events.SUFFIX
-        )
 
     def _write_events(self, record: Record, run: Run) -> int:
         with self._events.as_default(step=record.step):

@@ -38,12 +38,14 @@ class LossScaleLogger(_Logger):
 class OverflowCounter(_Logger):
     """Counts the skipped steps, as `overflow_count` in `logs`.
 
-    A step is skipped if its loss or a gradient is non-finite. `run` and the log also have, since
-    the record before, `overflow_rate`, the fraction of steps that were skipped;
-    `nonfinite_loss_count`, the skipped steps since training began whose loss was non-finite before
-    it was scaled, which no loss scale prevents; the variable where the last overflow with a finite
-    loss originated; and for each variable the number of steps in which it overflowed and in which
-    the overflow originated there.
+    A step is skipped if its loss or a gradient is non-finite. `run` and the log also have:
+
+    - `overflow_rate`: the fraction of steps that were skipped since the record before.
+    - `nonfinite_loss_count`: the skipped steps since training began whose loss was non-finite
+      before it was scaled, which no loss scale prevents.
+    - `overflow_origin`: the variable where the last overflow with a finite loss originated.
+    - `overflows_by_variable`, `overflow_origins_by_variable`: the number of steps in which the
+      gradient of a variable was non-finite, and in which the overflow originated there.
 
     Takes `log_dir`, `every_n_steps` and `optimizer`, as `Monitor` does, and raises the same errors.
 

@@ -29,98 +29,54 @@ _logged_models: WeakSet[keras.Model] = WeakSet()
 
 
 class Monitor(keras.callbacks.Callback):
-    """Records a training, finds what 16 bits lose, repairs it where it can, and stops it if stuck.
+    """Records a training, replays batches, repairs the training, and stops it if it is stuck.
 
-    The compiled step counts on the device. This callback copies the counts to the host after the
-    first steps, at most every 32 batches, and at the end of each epoch. In `logs`:
+    `kmp.callbacks.defaults` returns one. The guide describes
+    [what is recorded](../guide/callbacks.md), [replays](../guide/diagnose.md#replay),
+    [repairs](../guide/diagnose.md#repair), [NaN and Inf](../guide/diagnose.md#nan-and-inf) and
+    [stuck trainings](../guide/diagnose.md#stuck-training).
 
-    - `loss_scale`: the loss scale of the next step; 1 if the training loop does not scale its loss.
-    - `overflow_count`: steps skipped since training began because the loss or a gradient was
-      non-finite.
-    - `grad_norm`: the L2 norm of all gradients, without the loss scale, of the last sample in which
-      it is finite; NaN before the first. With `log_norms`, `grad_norm/LAYER` is that of each layer.
+    `run` has the records, as a `kmp.records.Run`. Keras' `logs` get three keys:
 
-    **Records.** `run` and the log have more, see `kmp.records`: the variables in which overflows
-    originated, and samples of the gradients with a histogram of binary exponents, the norm and the
-    amax of each gradient. The first twelve samples and every tenth after them also measure the
-    weight update of the step, or of the execution with `steps_per_execution`; a step that updates
-    no weights has none, and the next sample measures it. TensorBoard has the histogram of all
-    gradients of each sample, and those by layer of the samples with the weight update. Each time
-    the records have grown by 4 MB in the log and in TensorBoard's files, the interval doubles: the
-    log of a million steps stays below 50 MB.
+    - `loss_scale`: the loss scale of the next step; 1 if the training does not scale its loss.
+    - `overflow_count`: the steps skipped since training began because the loss or a gradient was
+      NaN or Inf.
+    - `grad_norm`: the L2 norm of all gradients without the loss scale, from the last sample in
+      which it is finite; NaN before the first.
 
-    **Replays.** At most 32 examples of a batch of the training are passed through the graph of the
-    training step, in the precision of the model and in float32: at the first step and at the end,
-    and when steps are skipped or, in float16, many gradients are zero; also each time the steps are
-    four times as many, while all comparisons take at most 0.25 seconds plus 1 % of the time of the
-    training, and in the middle at 5 %; or 8 seconds plus 2 % once one has shown that the precisions
-    differ. A training that goes on in the next call of `fit` with the same callback is compared as
-    one training. One comparison that takes longer is followed by smaller ones, of 8 examples; of
-    large ones, such as images of 300 x 300, there are at most a 16th of those of the training. This
-    measures what the precision changes in the outputs and gradients of each layer, and finds the
-    operation that first returned NaN or Inf, and the layers that have to compute in float32;
-    `kmp.advise` reports it. The first of these replays and, within that time, one in the second
-    half of the training also pass their batch in the other 16-bit format. A replay takes at most 8
-    seconds, or 2 % of the time of the training; the search in a batch that 16 bits ruin takes at
-    most 4 seconds more, and a pass in bfloat16 2. Model and seeds stay unchanged, and no code of
-    the user runs; only a step with `run_eagerly=True`, and a repaired step before the repair is
-    made, are traced once. Not with several replicas, nor in a training loop that runs eagerly.
-
-    **Repairs.** When steps are skipped in a row, or a comparison shows that 16 bits change outputs
-    and gradients, a replay searches the fewest layers that have to compute in float32, at most
-    twelve; or a model of that size that computes outside of its layers. If it finds them, and the
-    cause is not the data, the targets, the learning rate or the weights, the `dtype_policy` of
-    these layers and their sublayers becomes float32. The batch is replayed once more, and only if
-    that is sound, the step is traced again and the training continues; otherwise everything is as
-    before. Variables, optimizer and counters stay. A loss scale that the overflows have lowered
-    returns to the initial one, or to what the batch then allows. A warning says which layers, why,
-    at which step, and which change makes it permanent. Saved files keep the policy, and a training
-    that continues the log in `log_dir` sets the layers before its first step.
-
-    **NaN and Inf.** No loss scale prevents a loss that is NaN or Inf or, where the scale is fixed
-    at 1, such gradients. Their step is skipped, and `on_nonfinite` decides what follows: at once
-    where Keras' `logs` show it, else at the next check. A training is stuck after `patience`
-    skipped steps in a row, or if a step overflows at the `min_scale`; with `steps_per_execution`,
-    at the end of an execution. The error names the cause, the overflow origin and what to try. The
-    model keeps the weights from before the skipped steps.
-
-    **bfloat16 and float32** models are watched too. They have no loss scale to log: `loss_scale` is
-    1. bfloat16 is compared and repaired as float16 is. Of a model in float32, only batches of
-    skipped steps are replayed, to find where NaN and Inf begin. Does nothing for a model that is
-    compiled without `kmp.LossScaleOptimizer`, as without `kmp.enable`; the logger `"kmp"` says so
-    once per model. `model.compile(kmp.wrap("adam"))` wraps the optimizer of a model that exists
-    already.
+    A model in bfloat16 or float32 that is compiled without `kmp.LossScaleOptimizer` has nothing to
+    record: the logger `"kmp"` reports it once per model.
 
     Args:
-        log_dir: Folder for `kmp.jsonl` and TensorBoard's files, or `None` to write no file.
-        every_n_steps: Integer, at least 1: how often to record and sample, in steps of the
-            optimizer; between two records, each batch counts as one. Gradients are sampled in each
-            step divisible by this number; in the first step of `fit`, and in further ones until one
-            does not overflow, at most 16; in the first step of an epoch without such a step; and
-            before this number of steps each time that they have doubled, for a short training. An
-            execution of several steps keeps its last sample.
-        optimizer: The `kmp.LossScaleOptimizer` to read. Defaults to all that the training step of
-            the model uses: of several, as in a GAN, each has a run in `runs`, a folder in
-            `log_dir`, a report and keys of its own, such as `loss_scale/d_optimizer`.
-        variables: The variables to sample: a path as in `variable.path`, a pattern with `*` and `?`
-            as in a shell, such as `"*/kernel"`, or a list of these. Defaults to all.
-        replay: Whether to replay batches to find what 16 bits lose, and where NaN begins.
-        repair: Whether to repair the training by layers in float32. Needs `replay`.
-        on_nonfinite: What to do if a step is skipped that no loss scale saves. `"skip"` warns once
-            per streak of skipped steps, and raises a `kmp.callbacks.StuckError` if the training is
-            stuck. `"raise"` raises it at the first such step. `"lower_learning_rate"` is `"skip"`,
-            and halves the learning rate once per streak. `"warn"` is `"skip"`, with a warning in
-            place of the error. `"ignore"` does neither.
-        patience: Integer, at least 1: the consecutive skipped steps of a stuck training.
-        log_norms: Whether `logs` have the gradient norm of each layer of `variables`.
-        report: An `.html` file: the report of `kmp report`, written at the end of training, and at
-            epoch ends as long as that takes at most a twentieth of the time. A failure to write it
-            is a warning. It replaces an earlier report, and no other file.
-        failing_batch: An `.npz` file for the batch of the first step that no loss scale saves, to
-            look for the cause: the arrays `x`, `y` and `sample_weight`; of several tensors,
-            `x/KEY` or `x/INDEX`. The warning of that step names the file, also if it cannot be
-            written. It replaces an earlier batch, and no other file. Needs `replay`, one replica,
-            and another `on_nonfinite` than `"ignore"`.
+        log_dir: Folder for the log `kmp.jsonl` and TensorBoard's event files. Defaults to `None`:
+            nothing is written.
+        every_n_steps: Integer, at least 1: how often to record and to sample the gradients, in
+            steps of the optimizer. Defaults to 250. The start of a training is sampled
+            [more often](../guide/callbacks.md#when-it-records).
+        optimizer: The `kmp.LossScaleOptimizer` to read. Defaults to all that the training step
+            uses. If there are several, as in a GAN, each has a run in `runs`, a folder in
+            `log_dir`, a report, and keys such as `loss_scale/d_optimizer`.
+        variables: The variables whose gradients are sampled: a path as in `variable.path`, a
+            pattern with `*` and `?`, such as `"*/kernel"`, or a list of these. Defaults to all.
+        replay: Whether to replay batches, to find what 16 bits lose and where NaN and Inf begin.
+            Defaults to True.
+        repair: Whether to set layers to float32 if a replay proves that the training needs it.
+            Defaults to True. Needs `replay`.
+        on_nonfinite: What to do about NaN and Inf that no loss scale prevents, and in a stuck
+            training. `"skip"` (default) warns once per streak of such steps, and raises a
+            `kmp.callbacks.StuckError` if the training is stuck. `"raise"` raises it at the first
+            such step. `"lower_learning_rate"` does what `"skip"` does, and halves the learning rate
+            once per streak. `"warn"` only warns, and `"ignore"` does neither.
+        patience: Integer, at least 1: the number of consecutive skipped steps after which a
+            training is stuck. Defaults to 100.
+        log_norms: Whether to add `grad_norm/LAYER` to `logs`, the gradient norm of each layer of
+            `variables`. Defaults to False.
+        report: An `.html` file for the report, written at the end of training and, as long as that
+            takes at most a twentieth of the time, at the end of epochs. It replaces an earlier
+            report of kmp, and no other file. A failure to write is a warning. Defaults to `None`.
+        failing_batch: An `.npz` file for the batch of the first step with such NaN or Inf. It
+            replaces an earlier batch, and no other file. Needs `replay`, one replica, and another
+            `on_nonfinite` than `"ignore"`. Defaults to `None`.
 
     Raises:
         TypeError: If an argument has the wrong type.
@@ -336,7 +292,10 @@ class Monitor(keras.callbacks.Callback):
             return {re.sub(r"\W+", "_", name).strip("_"): each for name, each in found.items()}
         used = getattr(self.model, "optimizer", None)
         dtypes = compute_dtypes(self.model)
-        name = "None" if used is None else _qualified_name(used)
+        name = "None"
+        if used is not None:
+            library = type(used).__module__.split(".")[0]
+            name = f"{library}'s {type(used).__name__}"
         computes = f"The model computes in {' and '.join(sorted(dtypes))}"
         facts = f"the model's optimizer is {name}. {computes}"
         if FLOAT16.name in dtypes:
@@ -355,7 +314,3 @@ class Monitor(keras.callbacks.Callback):
                 facts,
             )
         return {}
-
-
-def _qualified_name(value: Any) -> str:
-    return f"{type(value).__module__.split('.')[0]}'s {type(value).__name__}"

@@ -61,13 +61,10 @@ class Repairer:
     def start(self) -> None:
         """Begins a training. Replays of earlier ones are no reason for a repair."""
         self._examined = len(self._recorder.run.rows)
-        self._rejected = self._last_replay()
+        replays = self._recorder.run.replays
+        self._rejected: Replay | None = replays[-1][1] if replays else None
         self.obstacle = ""
         self._repaired_at: int | None = None  # the step, until another one has been checked
-
-    def _last_replay(self) -> Replay | None:
-        replays = self._recorder.run.replays
-        return replays[-1][1] if replays else None
 
     def repeat_earlier(self) -> None:
         """Sets layers of a model that was built again to float32, if the continued log has them.

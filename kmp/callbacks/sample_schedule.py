@@ -96,7 +96,10 @@ class SampleSchedule:
         `None` if it was taken before, or is that of another callback with another interval.
         """
         sample = snapshot.sample
-        if sample is None or not self._is_due(sample.step):
+        if sample is None:
+            return None
+        is_next = self.last_step < self._requested_step <= sample.step
+        if not is_next and sample.step // self._interval <= self.last_step // self._interval:
             return None
         self.last_step = sample.step
         if sample.is_finite:
@@ -114,18 +117,11 @@ class SampleSchedule:
         self._retries_left -= 1
         return self._retries_left >= 0
 
-    def _is_due(self, step: int) -> bool:
-        is_next = self.last_step < self._requested_step <= step
-        return is_next or step // self._interval > self.last_step // self._interval
-
-    def _has_updated(self, sample: GradientSample, before: _Before) -> bool:
-        """Whether the sampled call has updated the weights."""
-        updates = int(self._optimizer.iterations.numpy())
-        return sample.step > before.step and updates > before.updates
-
     def _with_update(self, sample: GradientSample) -> GradientSample:
         before = self._before
-        if before and before.weights and self._has_updated(sample, before):
+        updates = int(self._optimizer.iterations.numpy())
+        # If the sampled call has updated the weights.
+        if before and before.weights and sample.step > before.step and updates > before.updates:
             self._measured += 1
             self._until_update = 0 if self._measured < _FIRST_UPDATES else UPDATES_EVERY - 1
             return with_updates(sample, before.weights, self._selected())
@@ -133,7 +129,7 @@ class SampleSchedule:
             return sample
         # Skipped steps leave the weights as they were, and the first steps are often skipped. Of
         # hundreds of variables, measuring takes as long as a part of a step.
-        measured_at = (int(self._optimizer.iterations.numpy()), sample.names)
+        measured_at = (updates, sample.names)
         if self._norms is None or self._norms[0] != measured_at:
             weights = self._selected()  # the first step may have built the model
             self._norms = measured_at, with_updates(sample, weights, weights).weight_norm

@@ -16,11 +16,12 @@ _CHECKED_AT_LOW_SCALE = 8  # batches
 
 
 class StuckError(RuntimeError):
-    """Raised by `kmp.callbacks.Monitor` if a training only skips steps. Names the cause.
+    """Raised by `kmp.callbacks.Monitor` if a training is stuck, with the cause and what to try.
 
     The model keeps the weights from before the skipped steps: catch the error to save it.
 
     Example:
+    >>> from kmp.callbacks import StuckError
     >>> try:
     ...     raise StuckError("Training is stuck: ...")  # as `fit` does
     ... except StuckError as error:

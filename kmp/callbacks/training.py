@@ -15,7 +15,7 @@ from kmp.callbacks.nonfinite_steps import NonfiniteSteps, NonfiniteStreak
 from kmp.callbacks.recorder import Recorder
 from kmp.callbacks.repairer import Repairer
 from kmp.callbacks.report_writer import ReportWriter
-from kmp.callbacks.stuck_detector import Streak, StuckDetector, StuckError, explained
+from kmp.callbacks.stuck_detector import StuckDetector, StuckError, explained
 from kmp.callbacks.training_records import Logs
 from kmp.guarding.guarded_step import guard_train_step
 from kmp.guarding.model_optimizers import optimizers_of
@@ -269,11 +269,20 @@ class Training:
     def _detect(self) -> None:
         assert self._detector is not None
         streak = self._detector.look()
-        if streak is None or self._repair_stuck():
+        if streak is None:
+            return
+        self._replay_last_skipped()
+        if self._repairer and self._repairer.repair():
+            self._mark_repair()
             return
         self._detector.mark_reported(streak)
-        if self._settings.on_nonfinite != "ignore":
-            self._report_stuck(streak)
+        if self._settings.on_nonfinite == "ignore":
+            return
+        headline = streak.describe(self.recorder.run.has_loss_scale)
+        message = self._explained(headline, streak.now)
+        if self._settings.on_nonfinite != "warn":
+            raise StuckError(message)
+        user_messages.warn(message)
 
     def _replay_last_skipped(self) -> None:
         """Records the last batch that was skipped, replayed."""
@@ -281,22 +290,6 @@ class Training:
         if self._replayer:
             snapshot, variables = self.recorder.previous, self.recorder.selected_variables()
             self._add(self._replayer.replay_stuck(snapshot, variables))
-
-    def _repair_stuck(self) -> bool:
-        """Repairs what the last batch of a stuck training shows. Returns whether it did."""
-        self._replay_last_skipped()
-        if self._repairer and self._repairer.repair():
-            self._mark_repair()
-            return True
-        return False
-
-    def _report_stuck(self, streak: Streak) -> None:
-        """Warns that the training is stuck, or ends it."""
-        run = self.recorder.run
-        message = self._explained(streak.describe(run.has_loss_scale), streak.now)
-        if self._settings.on_nonfinite != "warn":
-            raise StuckError(message)
-        user_messages.warn(message)
 
     def _explained(self, headline: str, now: Snapshot | None = None) -> str:
         """Returns the cause of skipped steps, in files that are complete.

@@ -23,9 +23,17 @@ _logged: set[str] = set()  # the dtypes of which a message was logged
 
 @dataclass(frozen=True)
 class Gpu:
-    """A GPU that TensorFlow detects.
+    """A GPU, and what it supports in hardware.
 
-    `compute_capability` is the major and minor version, or `None` if TensorFlow reports none.
+    Args:
+        name: The name, such as `"Tesla T4"`.
+        compute_capability: The major and the minor version; `None` if TensorFlow reports none.
+
+    Example:
+    >>> from kmp.enabling import Gpu
+    >>> gpu = Gpu("Tesla T4", compute_capability=(7, 5))
+    >>> gpu.tensor_cores, gpu.bfloat16
+    (True, False)
     """
 
     name: str
@@ -50,10 +58,11 @@ class Gpu:
 
 
 def gpus() -> tuple[Gpu, ...]:
-    """Returns the GPUs that TensorFlow reports, with what they support in hardware.
+    """Returns the GPUs that TensorFlow finds, as a tuple of `Gpu`; empty without a GPU.
 
     Example:
-    >>> all(gpu.tensor_cores for gpu in gpus() if gpu.bfloat16)
+    >>> import kmp
+    >>> all(gpu.tensor_cores for gpu in kmp.gpus() if gpu.bfloat16)
     True
     """
     devices = tf.config.list_physical_devices("GPU")

@@ -33,6 +33,14 @@ class Handle(ActiveSettings):
     """One call of `enable`, which `disable` or the end of a `with` block undoes.
 
     Its attributes `policy`, `settings` and `jit_compile` are the arguments of `enable`.
+
+    Example:
+    >>> import keras, kmp
+    >>> with kmp.enable("mixed_bfloat16") as handle:
+    ...     keras.layers.Dense(1).compute_dtype
+    'bfloat16'
+    >>> handle
+    <kmp.enable('mixed_bfloat16') off>
     """
 
     def disable(self) -> None:
@@ -69,14 +77,14 @@ def enable(
     jit_compile: bool | str = "auto",
     **loss_scale_settings: Unpack[LossScaleSettings],
 ) -> Handle:
-    """Sets the global dtype policy, and makes `model.compile` watch the training.
+    """Sets the global dtype policy, and makes `compile` wrap the optimizer for loss scaling.
 
     Layers created after this call use the policy. `compile` wraps the optimizer in
-    `kmp.LossScaleOptimizer`, so that callbacks can watch; `compile(auto_scale_loss=False)` does
-    not. If any layer of the model computes in float16, the loss is scaled. bfloat16 and float32
-    need no loss scale, because bfloat16 has the exponent range of float32: the scale is then fixed
-    at 1, nothing is multiplied or divided, and finite steps change the weights as the plain
-    optimizer does.
+    `kmp.LossScaleOptimizer`, so that callbacks can watch the training;
+    `compile(auto_scale_loss=False)` does not. If any layer of the model computes in float16, the
+    loss is scaled. bfloat16 and float32 need no loss scale, because bfloat16 has the exponent range
+    of float32: the scale is then fixed at 1, nothing is multiplied or divided, and finite steps
+    change the weights as the plain optimizer does.
 
     If a model with kmp's optimizer skips a step, the state of its layers is restored. Batches with
     a non-finite loss are excluded from its metrics. `fit` is fixed for several workers, and for
@@ -99,8 +107,8 @@ def enable(
             `"mixed_bfloat16"`, `"float32"`, or `"float16"` (float16 variables and computation); or
             a `keras.DTypePolicy` with such a name. `"auto"` chooses by the GPUs: `"mixed_bfloat16"`
             if all compute bfloat16 in hardware, else `"mixed_float16"` if all have Tensor Cores,
-            else `"float32"`; one logged line says which and why. What each format loses of a model,
-            `kmp.audit(model, batch)` shows before a training, and a report after it.
+            else `"float32"`; one logged line says which and why. `kmp.audit(model, batch)` shows
+            before a training what each format loses of a model, and a report shows it afterwards.
         jit_compile: Whether to compile the optimizer's step with XLA if the model is not compiled
             with XLA: `True`, `False` or `"auto"` (default, on a GPU), as in
             `kmp.LossScaleOptimizer`. With `False`, XLA does not compile normalizations,
@@ -119,8 +127,8 @@ def enable(
         RuntimeError: If this version of Keras is not supported.
 
     Example:
-    >>> import keras
-    >>> with enable("mixed_float16", initial_scale=1024.0):
+    >>> import keras, kmp
+    >>> with kmp.enable("mixed_float16", initial_scale=1024.0):
     ...     model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
     ...     model.compile("sgd", "mse")
     >>> type(model.optimizer).__name__, model.optimizer.initial_scale
@@ -143,14 +151,15 @@ def enable(
 def disable() -> None:
     """Restores the policy of each thread from before the first `enable`, and removes its patches.
 
-    Models compiled under `enable` keep their optimizer and train as before: while such a model, a
-    `kmp.LossScaleOptimizer`, or a look-up layer that was created under `enable` or loaded from such
-    a model's file is alive, the patches that these need stay, and act on these only. A `disable`
-    after they are gone removes the last patch.
+    Models compiled under `enable` keep their optimizer and train as before. The patches that they
+    need stay while one of these exists: such a model, a `kmp.LossScaleOptimizer`, or a look-up
+    layer that was created under `enable` or loaded from the file of such a model. They act on these
+    only. A `disable` after these are gone removes the last patch.
 
     Example:
-    >>> handle = enable()
-    >>> disable()
+    >>> import kmp
+    >>> handle = kmp.enable()
+    >>> kmp.disable()
     >>> handle
     <kmp.enable('mixed_float16') off>
     """
@@ -213,11 +222,11 @@ def graph_rewrite(enabled: bool = True, dtype: str = FLOAT16.name) -> None:
         ValueError: If `dtype` is not one of these; in `compile`, if `jit_compile` is true.
 
     Example:
-    >>> import tensorflow as tf
-    >>> graph_rewrite(True, dtype="bfloat16")
+    >>> import kmp, tensorflow as tf
+    >>> kmp.graph_rewrite(True, dtype="bfloat16")
     >>> tf.config.optimizer.get_experimental_options()["auto_mixed_precision_onednn_bfloat16"]
     True
-    >>> graph_rewrite(False)
+    >>> kmp.graph_rewrite(False)
     """
     enabled = validation.boolean("enabled", enabled)
     dtype = validation.one_of("dtype", dtype, tuple(_PASSES))

@@ -39,7 +39,8 @@ def wrap(
         ValueError: If `optimizer` is an unknown name, or a setting is out of range.
 
     Example:
-    >>> generator_optimizer = wrap(keras.optimizers.Adam(1e-4), growth_interval=500)
+    >>> import keras, kmp
+    >>> generator_optimizer = kmp.wrap(keras.optimizers.Adam(1e-4), growth_interval=500)
     >>> generator_optimizer.rule.growth_interval
     500
     """

@@ -41,8 +41,9 @@ def guard(optimizer: LossScaleOptimizer, *layers: keras.Layer) -> Iterator[None]
         ValueError: If `layers` is empty, or the call is not in a replica context.
 
     Example:
-    >>> layer, optimizer = keras.layers.BatchNormalization(), LossScaleOptimizer("sgd")
-    >>> with guard(optimizer, layer):
+    >>> import keras, kmp
+    >>> layer, optimizer = keras.layers.BatchNormalization(), kmp.wrap("sgd")
+    >>> with kmp.guard(optimizer, layer):
     ...     _ = layer(keras.ops.array([[3.0], [5.0]]), training=True)
     ...     _ = optimizer.scale_loss(1.0)
     ...     gradients = [keras.ops.array([float("inf")]), None]

@@ -30,8 +30,9 @@ class BatchNormalization(keras.layers.BatchNormalization):
         ValueError: If `momentum` or `epsilon` is out of range.
 
     Example:
-    >>> layer = BatchNormalization(dtype="mixed_float16")
-    >>> _ = layer(ops.array([[1.0], [float("inf")]]), training=True)
+    >>> import keras, kmp
+    >>> layer = kmp.layers.BatchNormalization(dtype="mixed_float16")
+    >>> _ = layer(keras.ops.array([[1.0], [float("inf")]]), training=True)
     >>> float(layer.moving_mean[0]), layer.moving_mean.dtype
     (0.0, 'float32')
     """

@@ -41,8 +41,9 @@ class Float32(keras.Layer):
             bfloat16.
 
     Example:
+    >>> import kmp
     >>> from keras import ops
-    >>> norm = Float32(lambda x: ops.sqrt(ops.sum(ops.square(x), axis=-1)))
+    >>> norm = kmp.layers.Float32(lambda x: ops.sqrt(ops.sum(ops.square(x), axis=-1)))
     >>> float(norm(ops.full((1, 4096), 8.0, dtype="float16"))[0])  # 4096 * 64 overflows in float16
     512.0
     """
@@ -174,8 +175,9 @@ class Softmax(keras.layers.Softmax):
         ValueError: If `dtype` is not float32.
 
     Example:
+    >>> import kmp
     >>> from keras import ops
-    >>> Softmax()(ops.zeros((1, 4), dtype="float16")).dtype.name
+    >>> kmp.layers.Softmax()(ops.zeros((1, 4), dtype="float16")).dtype.name
     'float32'
     """
 

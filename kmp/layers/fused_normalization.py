@@ -7,7 +7,7 @@ normalization. Elsewhere, and for given statistics, `BatchNormalization` is Tens
 transposes channels-last tensors inside, so that it moves twice what the compiled functions move.
 
 Under XLA, which fuses Keras' operations itself, and in all cases that these do not support, Keras'
-code runs. So it does in layers of float32: a run in float32 is what others are compared with, and
+code runs. It also runs in float32 layers: other runs are compared with a run in float32, which
 computes bit for bit what it does without kmp. Source: Micikevicius et al., "Mixed Precision
 Training" (ICLR 2018), section 3.3: read and write float16 tensors, and compute in float32.
 """
@@ -72,7 +72,9 @@ def batch_normalization(
         moving = _Moving(mean, variance, layer.epsilon)
         outputs = _scaled_by_moving(channels, gamma, beta, moving)
         return tf.cast(_shaped_like(inputs, outputs), layer.compute_dtype)
-    over_replicas = layer.synchronized and _has_other_replicas()
+    replica = tf.distribute.get_replica_context()  # `None` outside of one
+    has_other_replicas = replica is not None and replica.num_replicas_in_sync > 1
+    over_replicas = layer.synchronized and has_other_replicas
     if _is_compiled(layer, inputs):
         is_last = channels.data_format == "NHWC"
         outputs, new_mean, new_variance = normalized_channels(
@@ -105,12 +107,6 @@ def batch_normalization(
     layer.moving_mean.assign(new_mean)
     layer.moving_variance.assign(new_variance)
     return tf.cast(_shaped_like(inputs, outputs), layer.compute_dtype)
-
-
-def _has_other_replicas() -> bool:
-    """Whether there are several replicas, and this is called for one of them."""
-    context = tf.distribute.get_replica_context()
-    return context is not None and context.num_replicas_in_sync > 1
 
 
 def layer_normalization(layer: keras.layers.LayerNormalization, inputs: Any) -> Any:

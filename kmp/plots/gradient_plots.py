@@ -46,9 +46,11 @@ def gradient_exponents(
         The axes: binary exponents along x, element counts along y on a log axis.
 
     Example:
+    >>> import kmp, numpy as np
+    >>> from kmp.records import ExponentHistogram
     >>> counts = np.bincount([0] * 9 + [140] * 5, minlength=280)
     >>> histogram = ExponentHistogram(counts, step=1, loss_scale=1024.0)
-    >>> gradient_exponents(histogram).get_title(loc="left")
+    >>> kmp.plots.gradient_exponents(histogram).get_title(loc="left")
     'Step 1: 64.3% of gradients zero, 64.3% without scaling'
     """
     expected = "a kmp.records.ExponentHistogram of a run"
@@ -160,12 +162,13 @@ def exponents_over_steps(run: Run, ax: Axes | None = None) -> Axes:
         on a log scale.
 
     Example:
-    >>> from kmp.records import GradientSample, Record
+    >>> import kmp, numpy as np
+    >>> from kmp.records import GradientSample, Record, Run
     >>> counts = np.bincount([0] * 3 + [130] * 5 + [131] * 8, minlength=280)[None]
     >>> amax, norm = np.array([2.0**-18]), np.array([1e-5])
     >>> sample = GradientSample(1, 1024.0, ("dense/kernel",), counts, amax, norm)
     >>> run = Run([Record(step=1, sample=sample)])
-    >>> exponents_over_steps(run).get_xlabel()
+    >>> kmp.plots.exponents_over_steps(run).get_xlabel()
     'training step'
     """
     validation.instance("run", run, Run, RUN_EXPECTED)

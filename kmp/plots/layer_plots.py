@@ -39,12 +39,14 @@ def layer_errors(run: Run, ax: Axes | None = None) -> Axes:
         are drawn at 1e-6.
 
     Example:
-    >>> from kmp.records import Record
-    >>> from kmp.records.replay import Comparison, LayerError, Replay
+    >>> import kmp
+    >>> from kmp.records import Record, Replay, Run
+    >>> from kmp.records.replay import Comparison, LayerError
     >>> errors = [LayerError("net/first", 1.5, 1.5), LayerError("net/last", 1.2, 0.001)]
     >>> found = Comparison(output_error=1.2, layers=errors)
     >>> replay = Replay(32, 2.0**15, 1.0, 1.0, True, True, comparison=found)
-    >>> layer_errors(Run([Record(step=9, replay=replay)])).get_title(loc="left")
+    >>> run = Run([Record(step=9, replay=replay)])
+    >>> kmp.plots.layer_errors(run).get_title(loc="left")
     'Harmful error begins at net/first'
     """
     validation.instance("run", run, Run, RUN_EXPECTED)
@@ -132,10 +134,12 @@ def overflowing_variables(run: Run, ax: Axes | None = None, top: int = 10) -> Ax
         ValueError: If `top` is not positive.
 
     Example:
-    >>> from kmp.records import Record
+    >>> import kmp
+    >>> from kmp.records import Record, Run
     >>> counts = {"overflows_by_variable": {"dense/kernel": 4, "dense/bias": 4}}
     >>> run = Run([Record(step=9, overflow_origins_by_variable={"dense/bias": 4}, **counts)])
-    >>> [label.get_text() for label in overflowing_variables(run).get_yticklabels()]
+    >>> axes = kmp.plots.overflowing_variables(run)
+    >>> [label.get_text() for label in axes.get_yticklabels()]
     ['dense/bias', 'dense/kernel']
     """
     validation.instance("run", run, Run, RUN_EXPECTED)

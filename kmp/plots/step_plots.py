@@ -34,9 +34,10 @@ def loss_scale(run: Run, ax: Axes | None = None) -> Axes:
         The axes: training steps along x, the loss scale along y on a log2 axis.
 
     Example:
-    >>> from kmp.records import Record
+    >>> import kmp
+    >>> from kmp.records import Record, Run
     >>> run = Run([Record(step=1, loss_scale=8.0), Record(step=2, loss_scale=16.0)])
-    >>> loss_scale(run).get_title(loc="left")
+    >>> kmp.plots.loss_scale(run).get_title(loc="left")
     'The loss scale ends at $2^{4}$'
     """
     validation.instance("run", run, Run, RUN_EXPECTED)
@@ -148,9 +149,10 @@ def metric(runs: Mapping[str, Run], name: str, ax: Axes | None = None) -> Axes:
         The axes: training steps along x, the metric at the end of each epoch along y.
 
     Example:
-    >>> from kmp.records import Record
+    >>> import kmp
+    >>> from kmp.records import Record, Run
     >>> run = Run([Record(step=10, epoch=0, metrics={"val_accuracy": 0.5})])
-    >>> metric({"float16": run}, "val_accuracy").get_title(loc="left")
+    >>> kmp.plots.metric({"float16": run}, "val_accuracy").get_title(loc="left")
     'val_accuracy at the end: 0.5'
     """
     validation.instance("runs", runs, Mapping, "a dictionary of runs by name")

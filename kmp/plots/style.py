@@ -123,11 +123,11 @@ def save(ax: Axes, path: Path) -> None:
         OSError: If the file cannot be written.
 
     Example:
-    >>> import tempfile
-    >>> from kmp.plots import loss_scale
+    >>> import kmp, pathlib, tempfile
     >>> from kmp.records import Record, Run
-    >>> file = Path(tempfile.mkdtemp()) / "loss_scale.png"
-    >>> save(loss_scale(Run([Record(step=1, loss_scale=8.0)])), file)
+    >>> file = pathlib.Path(tempfile.mkdtemp()) / "loss_scale.png"
+    >>> axes = kmp.plots.loss_scale(Run([Record(step=1, loss_scale=8.0)]))
+    >>> kmp.plots.save(axes, file)
     >>> file.exists()
     True
     """

@@ -31,12 +31,13 @@ def what_if(run_or_curve: Run | WhatIf, ax: Axes | None = None) -> Axes:
         dashed.
 
     Example:
-    >>> from kmp.records import GradientSample, Record
+    >>> import kmp, numpy as np
+    >>> from kmp.records import GradientSample, Record, Run
     >>> counts = np.bincount([0] * 3 + [130] * 5 + [131] * 8, minlength=280)[None]
     >>> amax, norm = np.array([2.0**-18]), np.array([1e-5])
     >>> sample = GradientSample(1, 1024.0, ("dense/kernel",), counts, amax, norm)
     >>> run = Run([Record(step=1, sample=sample)])
-    >>> what_if(run).get_xlabel()
+    >>> kmp.plots.what_if(run).get_xlabel()
     'loss scale'
     """
     expected = f"{RUN_EXPECTED}, or a kmp.advice.WhatIf"

@@ -14,6 +14,7 @@ LAST_EXPONENT = FLOAT32.max_exponent
 INF_BIN = LAST_EXPONENT - FIRST_EXPONENT + 2
 NAN_BIN = INF_BIN + 1
 BIN_COUNT = NAN_BIN + 1
+"""The number of bins of an `ExponentHistogram`: 280."""
 NEAR_OVERFLOW_BITS = 3
 
 
@@ -29,6 +30,8 @@ class ExponentHistogram:
         loss_scale: The loss scale of the gradients.
 
     Example:
+    >>> import numpy as np
+    >>> from kmp.records import ExponentHistogram
     >>> counts = np.bincount([0] * 9 + [140] * 5, minlength=280)
     >>> histogram = ExponentHistogram(counts, step=1, loss_scale=1024.0)
     >>> histogram.zeros, histogram.total, histogram.zones["normal"]

@@ -56,6 +56,8 @@ class GradientSample:
     3.1.
 
     Example:
+    >>> import numpy as np
+    >>> from kmp.records import GradientSample
     >>> counts = np.zeros((2, 280), np.int64)
     >>> counts[:, 0] = 3  # zeros
     >>> counts[:, 129:132] = 5, 8, 2  # elements from 2^-21 to below 2^-18

@@ -18,6 +18,7 @@ def stable_names(layers: Mapping[str, str]) -> dict[str, str]:
             run.
 
     Example:
+    >>> from kmp.records.layer_names import stable_names
     >>> stable_names({"dense_13": "Dense", "dense_14": "Dense", "head_2": "Dense"})
     {'dense_13': 'dense', 'dense_14': 'dense_1', 'head_2': 'head_2'}
     """

@@ -84,6 +84,7 @@ class Settings(Struct, kw_only=True, omit_defaults=True, frozen=True):
     A key with its default, such as a number that is `None`, is omitted in the log.
 
     Example:
+    >>> from kmp.records import Settings
     >>> settings = Settings(rule="DynamicScale", growth_interval=100)
     >>> settings.growth_interval, settings.growth_factor, settings.learning_rate
     (100, 2.0, None)
@@ -152,6 +153,7 @@ class Header(Struct, kw_only=True, omit_defaults=True, frozen=True):
     """The first line of a log.
 
     Example:
+    >>> from kmp.records import Header, Settings
     >>> Header(settings=Settings(model="mlp")).settings.model
     'mlp'
     """
@@ -175,6 +177,7 @@ class Record(SnapshotRecord, kw_only=True):
     for what is not known.
 
     Example:
+    >>> from kmp.records import Record
     >>> record = Record(step=9, loss_scale=8.0)
     >>> record.loss_scale, bool(record.fallback)
     (8.0, False)

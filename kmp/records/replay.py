@@ -96,14 +96,13 @@ class LostWeight:
 
 @dataclass(frozen=True)
 class BatchCheck:
-    """The batch and the weights before any pass.
+    """What is wrong with a batch and the weights, before any pass.
 
     Args:
         nonfinite: The first part of the batch with NaN, Inf or, for a model that computes in
             float16, inputs beyond its maximum.
-        invalid_targets: The targets of the first output for which a target is not the index of a
-            class and the loss is not finite, or that are beyond the range of a binary
-            cross-entropy.
+        invalid_targets: The targets of the first output that has invalid ones: not the index of a
+            class, with a loss that is not finite, or outside the range of a binary cross-entropy.
         has_sample_weight: Whether the batch has sample weights.
         nonfinite_variables: The variables with NaN or Inf.
         lost_weights: The weights with values that are 0 or Inf in float16, of layers that compute
@@ -133,9 +132,9 @@ class GradientRange:
 
     Args:
         usable_scale: The largest loss scale, a power of two, at which no gradient in 16 bits comes
-            near float16's maximum; or a lower one, at which a pass is finite that overflows inside
-            of a layer. `None` if these gradients are not finite in float32 or all zero, or if there
-            are none, or if no layer computes in float16.
+            near float16's maximum. If a pass at that scale overflows inside of a layer, a lower one
+            at which it is finite. `None` if these gradients are not finite in float32 or all zero,
+            or if there are none, or if no layer computes in float16.
         of_activations: The largest magnitude of the gradient of each layer's outputs in float32,
             without the loss scale, by layer path, in the order of the backward pass. Those that
             are not finite are omitted.
@@ -160,8 +159,8 @@ class NonfiniteOperation:
         dtype: The dtype of its result.
         value: `"inf"` or `"nan"`.
         largest_input: The largest finite magnitude among its inputs.
-        smallest_input: The smallest magnitude in its last input: of a division, in the divisor. In
-            the base of a power whose exponent is negative.
+        smallest_input: The smallest magnitude in its last input, such as the divisor of a division;
+            of a power with a negative exponent, in its base.
         constant: The value of a scalar input, or `None` without a finite one.
         is_backward: Whether it was in the backward pass.
         has_infinite_constant: Whether a scalar input is infinite.
@@ -184,7 +183,7 @@ class NonfiniteOperation:
 
 @dataclass(frozen=True)
 class RoundedConstant:
-    """A constant that the training step gets in 16 bits, so that float32 has no more of it.
+    """A constant that the training step gets in 16 bits, so that a pass in float32 has it rounded.
 
     Args:
         dtype: Its dtype.
@@ -210,7 +209,7 @@ class RoundedConstant:
 class RoundedConstants:
     """Constants whose rounding makes a pass in float32 NaN or Inf.
 
-    It is finite with other values that round to the same numbers.
+    The pass is finite with other values that round to the same numbers.
 
     Args:
         constants: The constants, no more of them than are needed for that.
@@ -224,7 +223,7 @@ class RoundedConstants:
 
 @dataclass(frozen=True)
 class LossyOperation:
-    """An operation of the forward pass for whose finite result 16 bits are too few.
+    """An operation of the forward pass whose finite result loses too much in 16 bits.
 
     Args:
         layer: Path of the layer that ran it, or `"the loss function"`.
@@ -259,8 +258,8 @@ class LossyOperation:
 class Overflow:
     """The operations of a pass that is not finite, or finite and far from float32.
 
-    Of the pass in the precision of the model; if loss or gradients are not finite in float32
-    either, of that one.
+    They are those of the pass in the precision of the model or, if loss or gradients are not finite
+    in float32 either, of the pass in float32.
 
     Args:
         operations: The first operations that returned NaN or Inf.
@@ -393,7 +392,8 @@ class UnscaledGradients:
         change: What the training step does to all of them, if passes have shown it: `"clipped"`
             while they are scaled, or `"divided"` by the loss scale before the optimizer divides
             them too.
-        times: How many times too small the optimizer gets them; 0 without a `change`.
+        times: By which factor they are too small when the optimizer gets them; 0 without a
+            `change`.
     """
 
     layers: Names = field(default_factory=list)
@@ -411,10 +411,10 @@ class LayerSearch:
         is_found: Whether layers were found.
         layers: Their paths. Empty if none has to change at the largest usable loss scale.
         is_sound_in_bfloat16: Whether the pass is sound if the model computes in bfloat16 in place
-            of float16; `None` if that was not tried: where layers were found, or NaN and Inf are
-            not the matter.
-        loss_scale: That of the search, if it is not the largest usable one, at which the gradients
-            of the `branch` are flushed.
+            of float16; `None` if that was not tried: if layers were found, if the pass had neither
+            NaN nor Inf, or if there was no time.
+        loss_scale: The loss scale of the search, if the gradients of the `branch` are flushed at
+            the largest usable one; else `None`.
         branch: The layers of a branch of the model, such as one of several towers, whose gradients
             a sound pass has to keep.
     """
@@ -428,12 +428,12 @@ class LayerSearch:
 
 @dataclass(frozen=True)
 class OtherFormat:
-    """What a pass in the 16-bit format shows that the model does not compute in.
+    """What a pass in the other 16-bit format shows, bfloat16 or float16.
 
-    With the same weights, batch and float32 layers as the pass in the precision of the model.
+    The pass has the weights, batch and float32 layers of the pass in the precision of the model.
 
     Args:
-        format: That format.
+        format: The other format.
         loss_scale: The loss scale of the pass: 1 in bfloat16. In float16 the largest power of two
             at which no gradient comes near float16's maximum, at most the default of 2^15.
         is_finite: Whether the loss and all gradients were finite, or without these the outputs.
@@ -456,7 +456,7 @@ class OtherFormat:
 
 @dataclass(frozen=True)
 class Replay:
-    """A batch that the training saw, in the precision of the model and in float32.
+    """A replayed batch: a pass in the precision of the model, and one in float32.
 
     Where the training step cannot be replayed, only the forward pass is: then `is_finite` and
     `is_finite_in_float32` are about the outputs, and there is no loss and no gradient.
@@ -464,8 +464,8 @@ class Replay:
     Args:
         examples: How many examples of the batch were replayed.
         loss_scale: The loss scale in use.
-        loss: The loss in the precision of the model; `None` if it is not finite, or not known, as
-            of a training step that scales no loss because none has to be scaled.
+        loss: The loss in the precision of the model; `None` if it is not finite or not known, as in
+            a training step that does not scale its loss.
         float32_loss: The loss in float32; `None` if it is not finite or not known.
         is_finite: Whether the loss and all gradients were finite in the precision of the model.
         is_finite_in_float32: Whether they were in float32.
@@ -476,15 +476,17 @@ class Replay:
             in a pass that is finite and close to float32.
         comparison: The differences between the two passes. `None` if one was not finite or drew
             other random numbers.
-        unscaled: The gradients that do not grow with the loss scale. `None` if that was not
-            measured, as it is for a `train_step` of the user's own, and where errors of gradients
-            are harmful and no layers remove them.
+        unscaled: The gradients that do not grow with the loss scale; `None` if that was not
+            measured. It is measured for a `train_step` of the user's own, and if the gradients have
+            harmful errors that no layers in float32 remove.
         search: The search for layers that need float32. `None` in a pass that needs none.
         other_format: A pass in the other 16-bit format. `None` in most replays: it is made at the
             first one and once in the second half of a training. Also `None` if the pass took too
             long, failed, or draws random numbers that differ between formats.
 
     Example:
+    >>> from kmp.records import Replay
+    >>> from kmp.records.replay import Comparison, LayerError
     >>> errors = Comparison(output_error=0.3, layers=[LayerError("norm", error=0.3)])
     >>> replay = Replay(32, 1024.0, 0.5, 0.4, True, True, comparison=errors)
     >>> replay.output_error, replay.float32_layers

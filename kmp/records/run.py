@@ -38,6 +38,7 @@ class Run:
         ValueError: If the `step` of a record is no integer.
 
     Example:
+    >>> from kmp.records import Record, Run
     >>> run = Run([Record(step=1, loss_scale=8.0), Record(step=2, loss_scale=16.0)])
     >>> run.last("loss_scale"), run.series("loss_scale")[0].tolist()
     (16.0, [1, 2])
@@ -189,10 +190,10 @@ def load_run(path: str | os.PathLike[str]) -> Run:
         ValueError: If a line does not conform to the schema. The message names file, line and key.
 
     Example:
-    >>> import tempfile
-    >>> log = Path(tempfile.mkdtemp()) / "kmp.jsonl"
+    >>> import kmp, pathlib, tempfile
+    >>> log = pathlib.Path(tempfile.mkdtemp()) / "kmp.jsonl"
     >>> _ = log.write_text('{"schema": 1, "kind": "header"}\n{"step": 1, "loss_scale": 8.0}\n')
-    >>> load_run(log).last("loss_scale")
+    >>> kmp.load_run(log).last("loss_scale")
     8.0
     """
     file = log_file(path)

@@ -25,6 +25,7 @@ class CodeLine:
         line: The number of the line.
 
     Example:
+    >>> from kmp.records.step_facts import CodeLine
     >>> print(CodeLine("Pow", "float16", "train.py", 12))
     Pow in train.py, line 12
     """
@@ -40,10 +41,9 @@ class CodeLine:
 
 @dataclass(frozen=True)
 class StepFacts:
-    """How the gradients that an optimizer gets depend on its loss scale, and what its loss is.
+    """How the gradients of a step depend on the loss scale, and what of its loss is in 16 bits.
 
-    Of the last trace of the step. Gradients that are not scaled as `apply` expects are counted by
-    the variable; those of which it is not known are not.
+    The facts are those of the last trace of the step.
 
     Args:
         scaling: What the step does. `"right"`: each gradient is multiplied by the loss scale as
@@ -51,8 +51,8 @@ class StepFacts:
             multiplied by it. `"nonlinear"`: an operation that is not linear, as in a clip, gets
             scaled gradients. `"added"`: the step adds to scaled gradients what is not scaled.
             `"divided"`: it divides by the loss scale, and `apply` divides too. `"multiplied"`: it
-            multiplies more often than `apply` divides. `"unknown"`: gradients of which it is not
-            known, and none of which it is known to be wrong.
+            multiplies more often than `apply` divides. `"unknown"`: of some gradients it is not
+            known, and no gradient is known to be wrong.
         operation: The operation that does so: of an unscaled loss, the one that adds it, or that
             multiplies the other loss by the scale.
         variables: The paths of the variables whose gradients are not scaled as `apply` expects.

@@ -40,8 +40,14 @@ def both_formats(run: RunSummary) -> Table:
 
     rows = []
     for layer in heapq.nlargest(_MOST_ROWS, layers, key=largest):
-        cells = [_cell(errors, layer) for errors in (*outputs, *gradients)]
-        rows.append((layer, *cells))
+        cells = [layer]
+        for errors in (*outputs, *gradients):
+            error = errors.get(layer)
+            if error is None:
+                cells.append("-")
+            else:
+                cells.append(percent(error) if math.isfinite(error) else "NaN or Inf")
+        rows.append(tuple(cells))
     names = [name for name, *_ in passes]
     scales = [f"{name} with the loss scale {scale(loss_scale)}" for name, loss_scale, *_ in passes]
     note = (
@@ -93,13 +99,6 @@ def _errors_of_gradients(run: RunSummary, each: _Pass) -> dict[str, float]:
         layer = run.observed.model.created_layer(error.layer)
         errors[layer] = max(error.error, errors.get(layer, 0.0))
     return errors
-
-
-def _cell(errors: dict[str, float], layer: str) -> str:
-    if layer not in errors:
-        return "-"
-    error = errors[layer]
-    return percent(error) if math.isfinite(error) else "NaN or Inf"
 
 
 def _conclusion(run: RunSummary, measured: _Replays, *, is_before_repair: bool) -> str:

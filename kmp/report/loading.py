@@ -31,12 +31,12 @@ def load(paths: Sequence[str | os.PathLike[str]]) -> dict[str, Run]:
         ValueError: If this version of kmp cannot read a log. The message names file, line and key.
 
     Example:
-    >>> import tempfile
-    >>> folder = Path(tempfile.mkdtemp())
+    >>> import kmp, pathlib, tempfile
+    >>> folder = pathlib.Path(tempfile.mkdtemp())
     >>> for name in ("float16", "float32"):
     ...     (folder / name).mkdir()
     ...     _ = (folder / name / "kmp.jsonl").write_text('{"schema": 1, "kind": "header"}')
-    >>> list(load([folder / "float16", folder / "float32"]))
+    >>> list(kmp.report.load([folder / "float16", folder / "float32"]))
     ['float16', 'float32']
     """
     is_list = isinstance(paths, Sequence) and not isinstance(paths, str)

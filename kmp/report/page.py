@@ -30,8 +30,10 @@ def html(runs: Mapping[str, Run]) -> str:
         ValueError: If `runs` is empty.
 
     Example:
-    >>> from kmp.records import Record
-    >>> "0 of 9 steps were skipped." in html({"first": Run([Record(step=9, overflow_count=0)])})
+    >>> import kmp
+    >>> from kmp.records import Record, Run
+    >>> run = Run([Record(step=9, overflow_count=0)])
+    >>> "0 of 9 steps were skipped." in kmp.report.html({"first": run})
     True
     """
     return _html_of(summaries(runs))
@@ -90,7 +92,7 @@ def check_target(path: Path, argument: str) -> None:
 
 
 def write(runs: Mapping[str, Run], path: str | os.PathLike[str]) -> Path:
-    """Writes the page atomically, and creates its folder if needed.
+    """Writes the HTML page to a file, atomically, and creates its folder if needed.
 
     Args:
         runs: Runs by name, at least one.
@@ -105,9 +107,10 @@ def write(runs: Mapping[str, Run], path: str | os.PathLike[str]) -> Path:
         ValueError: If `runs` is empty.
 
     Example:
-    >>> import tempfile
-    >>> from kmp.records import Record
-    >>> write({"first": Run([Record(step=9)])}, Path(tempfile.mkdtemp()) / "report.html").name
+    >>> import kmp, pathlib, tempfile
+    >>> from kmp.records import Record, Run
+    >>> file = pathlib.Path(tempfile.mkdtemp()) / "report.html"
+    >>> kmp.report.write({"first": Run([Record(step=9)])}, file).name
     'report.html'
     """
     validation.instance("path", path, (str, os.PathLike), "the path of the HTML file")

@@ -55,7 +55,8 @@ def comparison(runs: Sequence[RunSummary]) -> tuple[Table, Table]:
     second = Table(columns, tuple(of_counts))
     for index, name in enumerate(metrics):
         if _differs(name, runs):
-            note = f"The first metric that differs by more than 10 %: {name}."
+            least = f"{100 * thresholds.DIFFERENT_METRIC:.0f} %"
+            note = f"The first metric that differs by more than {least}: {name}."
             return Table(columns, tuple(of_metrics), note, marked=index), second
     return Table(columns, tuple(of_metrics)), second
 
@@ -110,9 +111,9 @@ def difference(first: RunSummary, second: RunSummary) -> Table:
         f"norm in {second.name}",
     )
     note = (
-        "Layers of both runs, and the first sampled step from which on their gradients differ: 10 %"
-        " more of the elements are zero, or the norm is four times as large. The norm is without"
-        " the loss scale."
+        "Layers of both runs, and the first sampled step from which on their gradients differ:"
+        f" {100 * thresholds.MORE_ZEROS:.0f} % more of the elements are zero, or the norm is"
+        f" {thresholds.LARGER_NORM:.0f} times as large. The norm is without the loss scale."
     )
     return Table(columns, tuple(rows), with_omitted(note, len(found)))
 
@@ -120,9 +121,8 @@ def difference(first: RunSummary, second: RunSummary) -> Table:
 def _first_differences(first: Run, second: Run) -> dict[str, _Difference] | None:
     """Returns for each layer the first difference of two runs; `None` if nothing can be compared.
 
-    Gradients differ if 10 % more of the elements are zero, or if the norm is four times as large,
-    in two samples of the same step in a row or in the last one: one sample alone may differ by
-    chance.
+    Gradients differ if many more of the elements are zero, or if the norm is much larger, in two
+    samples of the same step in a row or in the last one: one sample alone may differ by chance.
     """
     names = stable_names(first.settings.layers)
     other_names = stable_names(second.settings.layers)

@@ -34,9 +34,9 @@ def summary(runs: Mapping[str, Run]) -> RenderableType:
         ValueError: If `runs` is empty.
 
     Example:
-    >>> import rich
-    >>> from kmp.records import Record
-    >>> rich.print(summary({"first": Run([Record(step=9)])}))  # doctest: +ELLIPSIS
+    >>> import kmp, rich
+    >>> from kmp.records import Record, Run
+    >>> rich.print(kmp.report.summary({"first": Run([Record(step=9)])}))  # doctest: +ELLIPSIS
     first: 9 steps
     It is not known whether float16 hurts this run. Measured: skipped steps were not
     ...

@@ -30,6 +30,7 @@ class ScaleState(NamedTuple):
         overflows_in_a_row: Scalar int64, the number of steps skipped since the last applied step.
 
     Example:
+    >>> from kmp.scaling import DynamicScale, ScaleState, StepOutcome
     >>> start = ScaleState(scale=8.0, clean_steps=0, overflows_in_a_row=0)
     >>> applied = StepOutcome(overflowed=False, loss_was_finite=True)
     >>> int(DynamicScale().update(start, applied).clean_steps)
@@ -42,7 +43,7 @@ class ScaleState(NamedTuple):
 
 
 class StepOutcome(NamedTuple):
-    """The outcome of a training step.
+    """The outcome of a training step, from which a rule updates its state.
 
     Attributes:
         overflowed: Scalar bool, whether the loss or a gradient was non-finite, so that the step was
@@ -51,6 +52,7 @@ class StepOutcome(NamedTuple):
             a batch was empty.
 
     Example:
+    >>> from kmp.scaling import DynamicScale, ScaleState, StepOutcome
     >>> state = ScaleState(scale=8.0, clean_steps=0, overflows_in_a_row=0)
     >>> outcome = StepOutcome(overflowed=True, loss_was_finite=False)
     >>> float(DynamicScale().update(state, outcome).scale)  # no scale prevents a NaN loss
@@ -88,6 +90,7 @@ class DynamicScale:
         ValueError: If an argument is outside its range.
 
     Example:
+    >>> from kmp.scaling import DynamicScale, ScaleState, StepOutcome
     >>> rule = DynamicScale(hysteresis=2)
     >>> state = ScaleState(scale=1024.0, clean_steps=0, overflows_in_a_row=0)
     >>> overflow = StepOutcome(overflowed=True, loss_was_finite=True)
@@ -171,7 +174,7 @@ class DynamicScale:
 
 @dataclass(frozen=True)
 class FixedScale:
-    """A constant loss scale. Steps that overflow are still skipped.
+    """A constant loss scale: steps that overflow are skipped, and the scale stays.
 
     Args:
         initial_scale: Float from 2^-126 to 2^127 (float32's normal range).
@@ -181,6 +184,7 @@ class FixedScale:
         ValueError: If `initial_scale` is outside that range.
 
     Example:
+    >>> from kmp.scaling import FixedScale
     >>> FixedScale(1024)
     FixedScale(initial_scale=1024.0)
     """
@@ -220,6 +224,7 @@ class FixedScale:
 
 
 Rule = FixedScale | DynamicScale
+"""The type of a rule of the loss scale: `FixedScale` or `DynamicScale`."""
 
 
 def _skipped(state: ScaleState, step: StepOutcome, scale: Any, xp: Any) -> ScaleState:

@@ -13,6 +13,8 @@ def context_value(variable: ContextVar[Value], value: Value) -> Iterator[None]:
     """Sets a variable in the context, and restores it.
 
     Example:
+    >>> from contextvars import ContextVar
+    >>> from kmp.utils.context_values import context_value
     >>> depth = ContextVar("depth", default=0)
     >>> with context_value(depth, 1):
     ...     depth.get()

@@ -56,6 +56,7 @@ def computing_format(dtypes: Collection[str]) -> FloatFormat:
     """Returns the format of `FORMATS` that limits a model whose layers compute in these dtypes.
 
     Example:
+    >>> from kmp.utils.float_formats import computing_format
     >>> computing_format(["bfloat16", "float32"]).name
     'bfloat16'
     """
@@ -74,6 +75,7 @@ def as_power(number: float) -> str:
     """Formats a number; a power of two other than 1 is written as `2^k`.
 
     Example:
+    >>> from kmp.utils.float_formats import as_power
     >>> as_power(32768.0), as_power(1.0), as_power(1000.0)
     ('2^15', '1', '1000')
     """

@@ -56,6 +56,7 @@ def path_and_parents(path: str) -> list[str]:
     """Returns a path and the paths that contain it, the longest first.
 
     Example:
+    >>> from kmp.utils.names import path_and_parents
     >>> path_and_parents("model/block/dense")
     ['model/block/dense', 'model/block', 'model']
     """
@@ -78,6 +79,7 @@ def printable(text: str) -> str:
     hold.
 
     Example:
+    >>> from kmp.utils.names import printable
     >>> printable("dense\x1b[2J/kernel"), printable("dense/kernel")
     ('dense\\x1b[2J/kernel', 'dense/kernel')
     """

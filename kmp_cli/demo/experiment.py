@@ -46,7 +46,7 @@ class Parts(NamedTuple):
     validation: Data
 
 
-class Variant(NamedTuple):
+class Setup(NamedTuple):
     """How the network is trained.
 
     Args:
@@ -72,7 +72,7 @@ class Length(NamedTuple):
         return self.epochs * self.steps_per_epoch
 
 
-class Repair(NamedTuple):
+class RepairedLayers(NamedTuple):
     """The step at which kmp set layers to float32, and the paths of these layers."""
 
     step: int
@@ -112,13 +112,13 @@ class Result:
         return self.accuracies[-1]
 
     @property
-    def repairs(self) -> list[Repair]:
+    def repairs(self) -> list[RepairedLayers]:
         """The repairs, oldest first."""
         rows = self.run.rows if self.run else []
-        return [Repair(row.step, row.fallback) for row in rows if row.fallback]
+        return [RepairedLayers(row.step, row.fallback) for row in rows if row.fallback]
 
 
-Results = dict[Variant, list[Result]]  # one for each seed
+Results = dict[Setup, list[Result]]  # one for each seed
 
 
 class ColumnAttention(keras.layers.Layer):
@@ -162,14 +162,14 @@ def load() -> Parts:
     )
 
 
-def variants(policy: str) -> list[Variant]:
-    """Returns the variants: float32, Keras' float16 if the policy is of float16, and kmp's."""
+def setups(policy: str) -> list[Setup]:
+    """Returns the setups: float32, Keras' float16 if the policy is of float16, and kmp's."""
     dtype = policy.removeprefix("mixed_")
-    compared = [Variant("float32", "float32")]
+    compared = [Setup("float32", "float32")]
     if dtype == "float16":
-        compared.append(Variant("float16 in Keras", policy, with_kmp=False))
+        compared.append(Setup("float16 in Keras", policy, with_kmp=False))
     if dtype != "float32":
-        compared.append(Variant(f"{dtype} with kmp", policy))
+        compared.append(Setup(f"{dtype} with kmp", policy))
     return compared
 
 
@@ -196,17 +196,17 @@ def network() -> keras.Model:
 
 
 def train(
-    variant: Variant,
+    setup: Setup,
     seed: int,
     length: Length,
     parts: Parts,
     log_dir: Path,
     on_step: Callable[[], None] | None = None,
 ) -> Result:
-    """Trains one variant with one seed.
+    """Trains one setup with one seed.
 
     Args:
-        variant: The variant.
+        setup: The setup.
         seed: The seed of the weights and of the order of the images.
         length: Of the training.
         parts: What `load` returns.
@@ -214,13 +214,13 @@ def train(
         on_step: Called after each step.
     """
     keras.utils.set_random_seed(seed)
-    policy = enable(variant.policy) if variant.with_kmp else global_policy(variant.policy)
+    policy = enable(setup.policy) if setup.with_kmp else global_policy(setup.policy)
     with policy, warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("default")
         model = network()
         before = model.evaluate(*parts.validation, batch_size=BATCH_SIZE, verbose=0)[1]
         attached = []
-        if variant.with_kmp:
+        if setup.with_kmp:
             every = max(1, length.steps // _SAMPLES)
             attached += callbacks.defaults(log_dir, every)
         if on_step:
@@ -239,7 +239,7 @@ def train(
             verbose=0,
         ).history
         seconds = time.perf_counter() - started
-    run = load_run(log_dir) if variant.with_kmp else None
+    run = load_run(log_dir) if setup.with_kmp else None
     inner = getattr(model.optimizer, "inner_optimizer", model.optimizer)
     loss_scale = getattr(model.optimizer, "dynamic_scale", None)
     if run is not None and not run.has_loss_scale:  # as in bfloat16

@@ -5,18 +5,18 @@ import statistics
 from collections.abc import Iterator, Sequence
 
 from kmp.utils.float_formats import BFLOAT16, FLOAT16
-from kmp_cli.demo.experiment import MASK, Result, Results, Variant
+from kmp_cli.demo.experiment import MASK, Result, Results, Setup
 
 
 def explanation(results: Results) -> Iterator[str]:
     """Yields paragraphs: the fault of the network, and what Keras and kmp make of it."""
     (_, in_float32), *others = results.items()
-    yield " ".join(_fault([variant.policy for variant, _ in others]))
-    for variant, trained in others:
-        if variant.with_kmp:
-            yield " ".join(_outcome_of_kmp(variant, trained, in_float32))
+    yield " ".join(_fault([setup.policy for setup, _ in others]))
+    for setup, trained in others:
+        if setup.with_kmp:
+            yield " ".join(_outcome_of_kmp(setup, trained, in_float32))
         else:
-            yield " ".join(_outcome_of_keras(variant, trained))
+            yield " ".join(_outcome_of_keras(setup, trained))
 
 
 def _fault(policies: Sequence[str]) -> Iterator[str]:
@@ -34,15 +34,15 @@ def _fault(policies: Sequence[str]) -> Iterator[str]:
         yield "It is finite in bfloat16, which has the exponent range of float32."
 
 
-def _outcome_of_keras(variant: Variant, trained: Sequence[Result]) -> Iterator[str]:
+def _outcome_of_keras(setup: Setup, trained: Sequence[Result]) -> Iterator[str]:
     accuracy = f"{mean_accuracy(trained):.2f}"
     losses = [loss for result in trained for loss in result.losses]
     if not all(map(math.isnan, losses)):
-        yield f"{variant.name}: the accuracy is {accuracy}."
+        yield f"{setup.name}: the accuracy is {accuracy}."
         return
     is_any_updated = any(result.updates for result in trained)
     skipped = "" if is_any_updated else ", and Keras skips every step"
-    yield f"{variant.name}: the loss is NaN{skipped}."
+    yield f"{setup.name}: the loss is NaN{skipped}."
     if all(result.accuracy == result.accuracies[0] for result in trained):
         yield f"The accuracy stays at {accuracy}: all outputs are NaN, and count as the digit 0."
     printed = dict.fromkeys(text for result in trained for text in result.warnings)
@@ -50,7 +50,7 @@ def _outcome_of_keras(variant: Variant, trained: Sequence[Result]) -> Iterator[s
 
 
 def _outcome_of_kmp(
-    variant: Variant, trained: Sequence[Result], in_float32: Sequence[Result]
+    setup: Setup, trained: Sequence[Result], in_float32: Sequence[Result]
 ) -> Iterator[str]:
     repairs = [repair for result in trained for repair in result.repairs]
     outcome = "kmp repairs nothing"
@@ -59,7 +59,7 @@ def _outcome_of_kmp(
         repaired = sum(bool(result.repairs) for result in trained)
         runs = "each run" if repaired == len(trained) else f"{repaired} of {len(trained)} runs"
         outcome = f"in {runs} kmp sets {layers} to float32, and trains on"
-    yield f"{variant.name}: {outcome}."
+    yield f"{setup.name}: {outcome}."
     yield (
         f"The accuracy is {mean_accuracy(trained):.2f}, and {mean_accuracy(in_float32):.2f} in"
         " float32."

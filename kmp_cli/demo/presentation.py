@@ -27,7 +27,7 @@ _MOST_EPOCHS = 8
 def run(
     console: Console, policy: str, steps: int, out: Path, seeds: Sequence[int] = SEEDS
 ) -> Results:
-    """Trains each variant with each seed, prints a comparison, and writes all files to `out`.
+    """Trains each setup with each seed, prints a comparison, and writes all files to `out`.
 
     Raises:
         FileExistsError: If `out` is a folder that is not empty, whose files could be replaced.
@@ -41,15 +41,15 @@ def run(
     # Epochs of equal length, as many as divide the steps.
     epochs = max(number for number in range(1, _MOST_EPOCHS + 1) if steps % number == 0)
     length = Length(epochs, steps // epochs)
-    results: Results = {variant: [] for variant in experiment.variants(policy)}
+    results: Results = {setup: [] for setup in experiment.setups(policy)}
     with Progress(console=console) as progress:
         task = progress.add_task("", total=len(results) * len(seeds) * steps)
         for seed in seeds:
-            for variant, trained in results.items():
-                progress.update(task, description=f"{variant.name}, seed {seed}")
-                log_dir = out / variant.name.replace(" ", "-") / f"seed-{seed}"
+            for setup, trained in results.items():
+                progress.update(task, description=f"{setup.name}, seed {seed}")
+                log_dir = out / setup.name.replace(" ", "-") / f"seed-{seed}"
                 advance = functools.partial(progress.advance, task)
-                result = experiment.train(variant, seed, length, parts, log_dir, advance)
+                result = experiment.train(setup, seed, length, parts, log_dir, advance)
                 trained.append(result)
     console.print(table(results, steps))
     for paragraph in explanation(results):
@@ -60,7 +60,7 @@ def run(
         console.print(warning.strip(), markup=False, highlight=False, soft_wrap=True)
 
     # The verdict, the figures and the report are of the first seed.
-    runs = {variant.name: trained[0].run for variant, trained in results.items()}
+    runs = {setup.name: trained[0].run for setup, trained in results.items()}
     recorded = {name: records for name, records in runs.items() if records is not None}
     name, last = list(recorded.items())[-1]  # that of the policy
     verdict = f"kmp's verdict on {name}, seed {seeds[0]}: {advise(last).verdict}"
@@ -71,7 +71,7 @@ def run(
 
 
 def table(results: Results, steps: int) -> Table:
-    """Returns a table of all variants: means over the seeds, and the range of the accuracy."""
+    """Returns a table of all setups: means over the seeds, and the range of the accuracy."""
     seeds = len(next(iter(results.values())))
     rows = Table(
         title=f"One network, {seeds} seed{'s' * (seeds > 1)} each",
@@ -85,8 +85,8 @@ def table(results: Results, steps: int) -> Table:
     rows.add_column("repaired\nby kmp")
     rows.add_column("final\nscale", justify="right")
     rows.add_column("seconds", justify="right")
-    for variant, trained in results.items():
-        rows.add_row(variant.name, *_cells(trained))
+    for setup, trained in results.items():
+        rows.add_row(setup.name, *_cells(trained))
     return rows
 
 
@@ -122,15 +122,15 @@ def _write_files(
 
 
 def accuracies(results: Results, length: Length) -> Axes:
-    """Draws the validation accuracy of the first seed of each variant, and marks its repairs."""
+    """Draws the validation accuracy of the first seed of each setup, and marks its repairs."""
     name = "val_accuracy"
     runs = {}
-    for variant, trained in results.items():
+    for setup, trained in results.items():
         rows = [
             Record(step=epoch * length.steps_per_epoch, metrics={name: accuracy})
             for epoch, accuracy in enumerate(trained[0].accuracies)
         ]
-        runs[variant.name] = Run(rows)
+        runs[setup.name] = Run(rows)
     ax = plots.metric(runs, name)
     ax.set_ylim(0, 1)
     repaired = [trained[0] for trained in results.values() if trained[0].repairs]

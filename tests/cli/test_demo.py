@@ -45,8 +45,8 @@ def test_interrupt_and_missing_data_are_one_line_each(monkeypatch, capsys, tmp_p
         ("float32", []),
     ],
 )
-def test_variants_depend_on_the_policy(policy, mixed):
-    assert [variant.name for variant in experiment.variants(policy)] == ["float32", *mixed]
+def test_setups_depend_on_the_policy(policy, mixed):
+    assert [setup.name for setup in experiment.setups(policy)] == ["float32", *mixed]
 
 
 def result(accuracy, updates=8, loss=1.0, repaired_at=None, warnings=()):
@@ -66,10 +66,10 @@ def result(accuracy, updates=8, loss=1.0, repaired_at=None, warnings=()):
 
 
 def explained(policy, *results):
-    """Explains one result of each variant."""
-    variants = experiment.variants(policy)
-    pairs = zip(variants, results, strict=True)
-    return list(explanation({variant: [each] for variant, each in pairs}))
+    """Explains one result of each setup."""
+    setups = experiment.setups(policy)
+    pairs = zip(setups, results, strict=True)
+    return list(explanation({setup: [each] for setup, each in pairs}))
 
 
 def test_explanation_has_what_keras_skipped_and_what_kmp_repaired():
@@ -109,19 +109,19 @@ def test_explanation_of_bfloat16_names_neither_an_infinite_constant_nor_a_repair
 
 
 def test_explanation_counts_the_repaired_runs():
-    variants = experiment.variants("mixed_bfloat16")
+    setups = experiment.setups("mixed_bfloat16")
     repaired = [result(0.9, repaired_at=1), result(0.1)]
-    results = dict(zip(variants, ([result(0.9)] * 2, repaired), strict=True))
+    results = dict(zip(setups, ([result(0.9)] * 2, repaired), strict=True))
     *_, of_kmp = explanation(results)
     assert "in 1 of 2 runs kmp sets 'attention' to float32" in of_kmp
 
 
 def test_warnings_of_repairs_are_shown_once_and_other_warnings_are_not():
-    [variant] = experiment.variants("float32")
+    [setup] = experiment.setups("float32")
     repair = f"UserWarning: At step 1 kmp set the layer {LAYER!r} to float32."
     trained = result(0.9, repaired_at=1, warnings=["RuntimeWarning: overflow", repair])
-    assert warnings_of_repairs({variant: [trained, trained]}) == [repair]
-    assert warnings_of_repairs({variant: [result(0.9, warnings=[repair])]}) == []
+    assert warnings_of_repairs({setup: [trained, trained]}) == [repair]
+    assert warnings_of_repairs({setup: [result(0.9, warnings=[repair])]}) == []
 
 
 @pytest.mark.slow
