@@ -1,5 +1,6 @@
 """Adds pages outside this folder to the site: README, notebooks, contribution guide, changelog."""
 
+import logging
 import posixpath
 import re
 from pathlib import Path
@@ -16,7 +17,9 @@ PAGES = {
     "CONTRIBUTING.md": "contributing.md",
     "CHANGELOG.md": "changelog.md",
 }
+_log = logging.getLogger("mkdocs.hooks.site")  # with --strict, its warnings are errors
 _LINK = re.compile(r"(?s:```.*?```)|(\]\()(?!http|#|mailto:)([^)#]+)")  # or a block of code
+_HREF = re.compile(r'(<a href=")(?!http|#|mailto:)([^"#]+)')
 
 
 @event_priority(100)  # before mkdocs-jupyter looks for notebooks
@@ -44,9 +47,30 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         if match[1] is None:
             return match[0]
         path = posixpath.normpath(posixpath.join(posixpath.dirname(source), match[2]))
-        path = PAGES.get(path, path.removeprefix("docs/"))
-        path = "notebooks/1-first-run.ipynb" if path == "notebooks" else path
+        path = "notebooks/1-first-run.ipynb" if path == "notebooks" else _page_of(path)
         return match[1] + posixpath.relpath(path, posixpath.dirname(target) or ".")
 
     in_site = _LINK.sub(on_site, markdown)
     return re.sub(r"\[([^\]]+)\]\(((?:\.\./)*(?:tests|kmp|benchmarks)/[^)]*)\)", r"\1", in_site)
+
+
+def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Replaces links of a notebook by those of the site, which mkdocs-jupyter does not."""
+    if not page.file.src_uri.endswith(".ipynb"):
+        return html
+    folder = posixpath.dirname(page.file.src_uri)
+
+    def on_site(match: re.Match[str]) -> str:
+        path = posixpath.normpath(posixpath.join(folder, match[2]))
+        target = files.get_file_from_path(_page_of(path))
+        if target is None:
+            _log.warning("%s links to %s, which the site lacks", page.file.src_uri, match[2])
+            return match[0]
+        return match[1] + target.url_relative_to(page.file)
+
+    return _HREF.sub(on_site, html)
+
+
+def _page_of(path: str) -> str:
+    """Returns the path in the site of a file of the repository."""
+    return PAGES.get(path, path.removeprefix("docs/"))
