@@ -15,6 +15,8 @@ from kmp.scaling import settings
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
+CHINESE_README = (ROOT / "README.zh-CN.md").read_text(encoding="utf-8")
+CHINESE_GUIDE = (ROOT / "docs" / "guide.zh-CN.md").read_text(encoding="utf-8")
 ADVICE = (ROOT / "docs" / "advice.md").read_text(encoding="utf-8")
 SPEED = (ROOT / "docs" / "speed.md").read_text(encoding="utf-8")
 FIRST_PAGE = (ROOT / "docs" / "guide.md").read_text(encoding="utf-8")
@@ -164,45 +166,92 @@ def test_page_of_the_guide_starts_with_the_code_to_copy(name):
     assert "```" in page.split("\n## ")[0].split("\n| ")[0]
 
 
-def test_chinese_page_has_the_same_code_tables_numbers_and_links():
-    def without_comments(text):
-        return [
-            re.sub(r"\s*#.*", "", block)
-            for block in re.findall(r"```(?:python|bash)\n.*?```", text, re.DOTALL)
-        ]
+def code_of(text):
+    """The blocks of a page without comments and drawings, whose words may be translated."""
+    blocks = re.findall(r"(?s)```\w+(\n.*?\n)```", text)
+    return [re.sub(r"\s*#.*", "", block) for block in blocks if "│" not in block]
 
-    def shape(text):
-        return [line.count(" | ") for line in text.splitlines() if line.startswith("|")]
+
+def prose_of(text):
+    """The text outside the blocks, with the English page in place of each Chinese one."""
+    return re.sub(r"(?s)```.*?```", "", text).replace(".zh-CN", "")
+
+
+def links_of(text):
+    return set(re.findall(r"\]\(([^)]+)\)", prose_of(text)))
+
+
+def facts_of(text):
+    """What a translation keeps: code, targets of links, and numbers."""
+    return sorted(re.findall(r"`[^`]+`|\]\([^)]+\)|\d[\d.,]*\d|\d", text.replace(".zh-CN", "")))
+
+
+def test_chinese_readme_has_the_same_code_tables_numbers_and_links():
+    def rows(text):
+        return [facts_of(line) for line in text.splitlines() if line.startswith("|")]
+
+    def names(text):
+        return set(re.findall(r"`[^`]+`", prose_of(text)))
 
     def numbers(text):
         return sorted(re.findall(r"\d[\d.,]*\d|\d", re.sub(r"\]\([^)]*\)", "", text)))
 
-    chinese = (ROOT / "README.zh-CN.md").read_text(encoding="utf-8")
-    assert without_comments(chinese) == without_comments(README)
-    assert shape(chinese) == shape(README)
-    assert numbers(chinese) == numbers(README)
-    assert chinese.count("\n## ") == README.count("\n## ")
-    links = [
-        re.findall(r"\]\(([^)#]+)\)", text.replace(".zh-CN", ""))[1:] for text in (chinese, README)
+    assert code_of(CHINESE_README) == code_of(README)
+    assert rows(CHINESE_README) == rows(README)
+    assert names(CHINESE_README) == names(README)
+    assert numbers(CHINESE_README) == numbers(README)
+    assert links_of(CHINESE_README) == links_of(README)
+    assert CHINESE_README.count("\n## ") == README.count("\n## ")
+
+
+def test_code_of_the_chinese_guide_is_that_of_the_english_pages():
+    english = [
+        block
+        for page in DOCS
+        if page.name != "guide.zh-CN.md"
+        for block in code_of(page.read_text(encoding="utf-8"))
     ]
-    assert sorted(links[0]) == sorted(links[1])
+    assert [
+        part for part in code_of(CHINESE_GUIDE) if not any(part in block for block in english)
+    ] == []
+
+
+def test_chinese_guide_links_what_the_english_one_links():
+    assert links_of(FIRST_PAGE) - links_of(CHINESE_GUIDE) == set()
+
+
+@pytest.mark.parametrize("page", ["README.zh-CN.md", "docs/guide.zh-CN.md"])
+def test_chinese_pages_link_the_chinese_page_where_there_is_one(page):
+    text = (ROOT / page).read_text(encoding="utf-8").split("简体中文", 1)[1]
+    files = re.findall(r"\]\((?!http)([^)#]+?)\.md[)#]", text)
+    folder = (ROOT / page).parent
+    assert [file for file in files if (folder / f"{file}.zh-CN.md").exists()] == []
 
 
 @pytest.mark.parametrize(
     ("page", "heading", "chinese_heading"),
     [
+        ("guide", "# Guide", "# 指南"),
         ("guide/command-line", "## Demo", "## 演示"),
         ("coming-from", "## Compared with other tools", "## 与其他工具对比"),
     ],
 )
 def test_chinese_guide_has_the_same_table(page, heading, chinese_heading):
     english = rows_of(heading, (ROOT / "docs" / f"{page}.md").read_text(encoding="utf-8"))
-    chinese = rows_of(
-        chinese_heading, (ROOT / "docs" / "guide.zh-CN.md").read_text(encoding="utf-8")
-    )
-    assert [len(row) for row in chinese] == [len(row) for row in english]
-    numbers = [re.findall(r"\d[\d.%]*", " ".join(row[1:])) for row in english]
-    assert [re.findall(r"\d[\d.%]*", " ".join(row[1:])) for row in chinese] == numbers
+    chinese = rows_of(chinese_heading, CHINESE_GUIDE)
+    facts = [[facts_of(cell) for cell in row] for row in english]
+    assert [[facts_of(cell) for cell in row] for row in chinese] == facts
+
+
+def test_errors_of_the_chinese_guide_are_in_the_english_table():
+    def section(row):
+        return re.search(r"#([\w-]+)\)", row[-1])[1]
+
+    errors = (ROOT / "docs" / "errors.md").read_text(encoding="utf-8")
+    english = rows_of("Look up the symptom.", errors)
+    for row in rows_of("## 常见的初次错误", CHINESE_GUIDE):
+        [symptom] = [each[0] for each in english if f"#{section(row)})" in each[-1]]
+        assert set(facts_of(row[0])) <= set(facts_of(symptom)), row
 
 
 def anchor(heading):

@@ -27,7 +27,7 @@ from matplotlib.axes import Axes
 from kmp.plots.style import DARK, LIGHT, MIDDLE
 from kmp_bench.results import header
 from kmp_cli.demo import experiment
-from kmp_cli.demo.experiment import Variant
+from kmp_cli.demo.experiment import Setup
 
 FIGURE = Path(__file__).with_suffix(".png")
 RESULTS = Path(__file__).with_suffix(".json")
@@ -37,7 +37,7 @@ EPOCHS = 10
 SEEDS = 3
 
 
-def train(variant: Variant, seed: int, epochs: int, folder: Path) -> dict[str, Any]:
+def train(setup: Setup, seed: int, epochs: int, folder: Path) -> dict[str, Any]:
     """Returns the validation accuracy before the training and after each epoch.
 
     Also how many steps updated the weights, and with kmp the first repair: its step and layers.
@@ -45,9 +45,9 @@ def train(variant: Variant, seed: int, epochs: int, folder: Path) -> dict[str, A
     parts = experiment.load()
     steps_per_epoch = math.ceil(len(parts.training.labels) / experiment.BATCH_SIZE)
     length = experiment.Length(epochs, steps_per_epoch)
-    trained = experiment.train(variant, seed, length, parts, folder)
+    trained = experiment.train(setup, seed, length, parts, folder)
     result = {
-        "precision": variant.name,
+        "precision": setup.name,
         "seed": seed,
         "steps_of_an_epoch": steps_per_epoch,
         "updates": trained.updates,
@@ -63,10 +63,10 @@ def measure(epochs: int, seeds: int) -> dict[str, Any]:
     """Trains in each precision with each seed."""
     runs = []
     with tempfile.TemporaryDirectory() as folder:
-        for variant in experiment.variants("mixed_float16"):
+        for setup in experiment.setups("mixed_float16"):
             for seed in range(seeds):
-                runs.append(train(variant, seed, epochs, Path(folder, f"{variant.name}-{seed}")))
-                print(variant.name, seed, runs[-1]["validation_accuracy"][-1])
+                runs.append(train(setup, seed, epochs, Path(folder, f"{setup.name}-{seed}")))
+                print(setup.name, seed, runs[-1]["validation_accuracy"][-1])
     return {"date": datetime.date.today().isoformat(), **header(), "runs": runs}
 
 
