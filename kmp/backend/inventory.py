@@ -194,7 +194,7 @@ PATCHES = (
         name="convert_input",
         make=f"{_INDICES}:convert_input_patch",
         when=(Reason.ENABLED, Reason.IN_USE),
-        promise="look-up layers get the indices that Keras has rounded to 16 bits",
+        promise="look-up layers get exact indices, which Keras rounds to 16 bits",
         link="Float indices are rounded on their way to a look-up",
     ),
     Patch(

@@ -149,7 +149,7 @@ def enable(
 
 
 def disable() -> None:
-    """Restores the policy of each thread from before the first `enable`, and removes its patches.
+    """Restores the policy of each thread from before the first `enable`, and Keras and TensorFlow.
 
     Models compiled under `enable` keep their optimizer and train as before. The patches that they
     need stay while one of these exists: such a model, a `kmp.LossScaleOptimizer`, or a look-up
