@@ -413,7 +413,7 @@ def test_what_if_marks_the_bound_of_the_underflow_and_the_scale_in_use_on_axes_w
     ],
 )
 def test_what_if_shades_the_recommended_scales(recommended, label, spans):
-    ax = plots.what_if(curve(recommended=recommended))
+    ax = plots.what_if(curve(is_measured=True, recommended=recommended))
     assert label in legend_labels(ax)
     assert [(patch.get_x(), patch.get_width()) for patch in ax.patches] == spans
 
