@@ -106,11 +106,11 @@ def measured_with(model: keras.Model, batch: Any) -> Measurement:
     operations = {part.path: part.operation for part in parts_of(model)}
     passes = inference_passes(model, operations, batch)
     exact = passes.in_float32()
-    found = {}
+    by_path, found = {**operations, "": model}, {}
     for path, statistics in statistics_of(exact).items():
         if statistics.is_finite:
             values = [constant(each) for each in statistics.values if each.size]
-            found[id({**operations, "": model}[path])] = union(values)
+            found[id(by_path[path])] = union(values)
     inputs = keras_internals.graph_tensors(model, "inputs")
     given = values_of_inputs(model, batch) if inputs else []
     if len(inputs) == len(given):
