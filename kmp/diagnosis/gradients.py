@@ -12,8 +12,9 @@ from kmp.diagnosis.loss_scale_sweep import WhatIf, sweep
 from kmp.diagnosis.model_names import ModelNames
 from kmp.diagnosis.passes import Passes
 from kmp.diagnosis.sample_statistics import counts_below, statistics, unscaled_counts, usable
-from kmp.records import Replay, Run
-from kmp.utils.float_formats import FLOAT16
+from kmp.numerics import unit_roundoff
+from kmp.records import GradientSample, Replay, Run
+from kmp.utils.float_formats import FLOAT16, FLOAT32
 
 
 class Gradients:
@@ -159,14 +160,27 @@ class Gradients:
         """The share of each gradient that float16 flushed to zero in the last clean replay.
 
         By the path of the variable. Without the variables whose gradient is zero in float32 too.
-        Zero if the loss scale has grown since, because then it flushes less.
+        Zero if the loss scale has grown since, because then it flushes less, and where float32's
+        own rounding error of the layer's gradients is larger than all that is flushed.
         """
         replay = self._clean
         if replay is None or not self.finite:
             return {}
         shares = {} if replay.loss_scale < self._loss_scale else replay.gradients.flushed
         names = [name for name in self.finite[-1].names if name not in replay.gradients.zero]
-        return {name: shares.get(name, 0.0) for name in names}
+        largest_flushed = 2.0**FLOAT16.flush_exponent / replay.loss_scale
+        noise: dict[str, float] = {}
+        reference = self._reference_of(replay)
+        if reference:
+            for name, amax in zip(reference.names, reference.amax, strict=True):
+                layer, error = self._model.layer_of(name), float(amax) * unit_roundoff(FLOAT32)
+                noise[layer] = max(noise.get(layer, 0.0), error)
+        return {
+            name: 0.0
+            if largest_flushed < noise.get(self._model.layer_of(name), 0.0)
+            else shares.get(name, 0.0)
+            for name in names
+        }
 
     @property
     def flushed_share(self) -> float:
@@ -189,20 +203,25 @@ class Gradients:
 
         In float32, as recorded with a replay; `None` without a record.
         """
-        row = next((row for row in self._run.rows if row.replay is replay), None)
-        if row is None or not row.reference:
+        reference = self._reference_of(replay)
+        if not reference:
             return None
         repaired: set[str] = set()
         for earlier in self._all_records.rows:
             repaired.update(earlier.fallback or ())
         branch, others = [], []
-        for name in row.reference.names:
+        for name in reference.names:
             layer = self._model.layer_of(name)
             if layer in layers:
                 branch.append(name)
             elif name not in self._run.settings.float32_variables and layer not in repaired:
                 others.append(name)
-        return branches.gap_of(row.reference, branch, others)
+        return branches.gap_of(reference, branch, others)
+
+    def _reference_of(self, replay: Replay) -> GradientSample | None:
+        """Returns the gradients in float32 that were recorded with a replay."""
+        row = next((row for row in self._run.rows if row.replay is replay), None)
+        return row.reference or None if row else None
 
     @property
     def can_underflow(self) -> bool:

@@ -322,6 +322,19 @@ def test_many_flushed_gradients_ask_for_a_larger_scale(share, is_cause):
     assert names(run) == (["scale_too_small"] if is_cause else [])
 
 
+@pytest.mark.parametrize(("largest", "is_cause"), [(-17, True), (-15, False)])
+def test_what_is_below_the_rounding_error_of_float32_is_not_flushed(largest, is_cause):
+    replay = make_replay(flushed={"net/bias": 0.6})
+    reference = {"net/kernel": gradient(largest), "net/bias": gradient(-42)}
+    records = sampled_at(
+        DEFAULT_SCALE,
+        {"net/kernel": gradient(0), "net/bias": ALL_ZERO},
+        replay=replay,
+        reference=sample_from(1, 1.0, reference),
+    )
+    assert names(training(*records)) == (["scale_too_small"] if is_cause else [])
+
+
 def test_subnormal_gradients_that_agree_with_float32_are_no_problem():
     records = sampled_at(DEFAULT_SCALE, {"net/kernel": spread(60)})
     for record, error in zip((records[0], records[2]), (0.01, 0.05), strict=True):
