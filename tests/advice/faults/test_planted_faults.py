@@ -16,7 +16,7 @@ from verdicts import VERDICTS
 import kmp
 
 # A program with a fault may get a warning of it.
-pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
+pytestmark = pytest.mark.filterwarnings("ignore")
 
 # The faults of bfloat16 that layers in float32 cure while the program runs: not a variable in
 # bfloat16, which a repair does not create again.
@@ -25,6 +25,33 @@ REPAIRED = [
     for name, fault in BFLOAT16.items()
     if isinstance(fault.cure[0], ComputeInFloat32) and name != "fault_bfloat16_counter"
 ]
+
+
+def first_of_each_cause(names):
+    return {FAULTS[name].cause: name for name in reversed(names)}.values()
+
+
+# One training of each kind: own loops and steps, attention, recurrence, sums, each format.
+SOME_HEALTHY = (
+    "healthy_clipped_lstm",
+    "healthy_custom_loop",
+    "healthy_rezero_transformer",
+    "healthy_sum_vae",
+    "healthy_train_step",
+    "healthy_bfloat16_batch_norm",
+    "healthy_float32_attention",
+)
+
+
+def marked(names, chosen):
+    """Marks these programs as slow tests, and the others, which repeat them, as exhaustive ones.
+
+    The tests of recorded runs diagnose all of them, without a training.
+    """
+    return [
+        pytest.param(name, marks=pytest.mark.slow if name in chosen else pytest.mark.exhaustive)
+        for name in names
+    ]
 
 
 class KmpWithoutRepair(Kmp):
@@ -40,14 +67,14 @@ def assert_diagnosed_and_cured(outcome):
     assert all(each.text.startswith("StuckError: ") for each in outcome.findings[1:])
 
 
-@pytest.mark.parametrize("name", FLOAT16)
+@pytest.mark.parametrize("name", marked(FLOAT16, first_of_each_cause(FLOAT16)))
 def test_fault_is_diagnosed_and_cured(name, tmp_path):
     outcome = outcome_of(name, KmpWithoutRepair, tmp_path)
     assert not is_sound(outcome.score, FLOAT16[name].sound), "the program has no fault"
     assert_diagnosed_and_cured(outcome)
 
 
-@pytest.mark.parametrize("name", BFLOAT16)
+@pytest.mark.parametrize("name", marked(BFLOAT16, first_of_each_cause(BFLOAT16)))
 def test_fault_of_bfloat16_is_diagnosed_cured_and_repaired(name, tmp_path):
     # Without a repair too, the score may be sound: kmp skips the steps with NaN.
     outcome = outcome_of(name, Kmp, tmp_path)
@@ -59,7 +86,7 @@ def test_fault_of_bfloat16_is_diagnosed_cured_and_repaired(name, tmp_path):
         assert is_sound(outcome.repaired_score, BFLOAT16[name].sound)
 
 
-@pytest.mark.parametrize("name", HEALTHY)
+@pytest.mark.parametrize("name", marked(HEALTHY, SOME_HEALTHY))
 def test_healthy_program_has_no_problem_and_no_repair(name, tmp_path):
     outcome = outcome_of(name, Kmp, tmp_path)
     assert outcome.findings == ()

@@ -1,4 +1,7 @@
-"""Trains the programs of `benchmarks/float16_faults` in Keras: what is known of them is true."""
+"""Trains the programs of `benchmarks/float16_faults` in Keras: what is known of them is true.
+
+That changes with the programs only, and not with kmp.
+"""
 
 import pytest
 from float16_faults.editing import edited
@@ -14,7 +17,7 @@ from float16_faults.truth import (
 )
 
 # A fault may cause a warning of NumPy.
-pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
+pytestmark = [pytest.mark.exhaustive, pytest.mark.filterwarnings("ignore")]
 
 
 def scores_in_keras(name, folder):
