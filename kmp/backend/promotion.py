@@ -15,6 +15,7 @@ TensorFlow's errors.
 
 import contextlib
 import functools
+import importlib.util
 import itertools
 import logging
 import sys
@@ -39,8 +40,11 @@ _LOW = frozenset(map(tf.as_dtype, DTYPES_16_BIT))
 _OPERANDS_DIFFER = "tensor but is a"
 _NEEDS_FLOAT32 = "requested dtype float32 for Tensor"
 _CALLERS = tuple(f"{Path(str(module.__file__)).parent}/" for module in (keras, tf))
+# Keras maps structures of tensors by one of these, which calls it back.
+_MAPPERS = filter(None, map(importlib.util.find_spec, ("optree", "tree")))
 _LIBRARIES = (
     *_CALLERS,
+    *(f"{Path(str(each.origin)).parent}/" for each in _MAPPERS),
     f"{Path(str(functools.__file__)).parent}/",
     f"{Path(__file__).parent.parent}/",
     *("<frozen ", "<__array_function__"),

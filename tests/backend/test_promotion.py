@@ -2,10 +2,12 @@
 
 import contextlib
 import logging
+import traceback
 from pathlib import Path
 
 import keras
 import numpy as np
+import optree
 import pytest
 import tensorflow as tf
 
@@ -274,3 +276,10 @@ def test_converted_model_promotes_without_enable(arguments):
         converted.fit(x, x[:, :1], verbose=0, callbacks=kmp.callbacks.defaults())
     with pytest.raises(ERRORS):
         tf.multiply(*operands("float16"))
+
+
+def test_libraries_by_which_keras_maps_structures_are_not_the_users_code():
+    frames = [traceback.FrameSummary("train.py", 7, "train")]
+    for module in (keras, optree):
+        frames.append(traceback.FrameSummary(module.__file__, 1, "map_structure"))
+    assert promotion.line_of_user(frames) == ("train.py", 7)

@@ -1,4 +1,4 @@
-"""Records the runs in `recorded` again, from the programs in `benchmarks/float16_faults`.
+"""Records the runs in `recorded` again, of `benchmarks/float16_faults` and of `rare_programs.py`.
 
 Run with `PYTHONPATH=benchmarks python tests/diagnosis/record_runs.py`, from the root. All take an
 hour, or hours on a CPU that is slow in float16; `--since` continues where it stopped.
@@ -7,6 +7,7 @@ hour, or hours on a CPU that is slow in float16; `--since` continues where it st
 import argparse
 import contextlib
 import datetime
+import inspect
 import json
 import lzma
 import multiprocessing
@@ -16,13 +17,18 @@ import warnings
 from pathlib import Path
 from unittest import mock
 
+import rare_programs
+from float16_faults.programs import PROGRAMS
 from float16_faults.running import source_of, train
 from float16_faults.truth import FAULTS
 from float16_faults.truth import HEALTHY as HEALTHY_PROGRAMS
-from recorded_runs import FOLDER, HEALTHY, NO_REPAIR, REPAIR, SUFFIX, log_of
+from rare_programs import RARE
+from recorded_runs import FOLDER, HEALTHY, NO_REPAIR, RARE_RUN, REPAIR, SUFFIX, log_of
 
 import kmp
 from kmp.records.run import log_file
+
+PROGRAMS.update({name: vars(rare_programs)[name] for name in RARE})
 
 
 def main() -> None:
@@ -32,7 +38,7 @@ def main() -> None:
     parser.add_argument("--processes", type=int, default=1, help="how many run at once")
     parser.add_argument("--since", help="a commit: programs recorded after it are left out")
     arguments = parser.parse_args()
-    programs = arguments.programs or [*FAULTS, *HEALTHY_PROGRAMS]
+    programs = arguments.programs or [*FAULTS, *HEALTHY_PROGRAMS, *RARE]
     if arguments.since:
         commit = _time_of_commit(arguments.since)
         programs = [program for program in programs if _recorded_at(program) < commit]
@@ -50,18 +56,24 @@ def _time_of_commit(commit: str) -> datetime.datetime:
 
 def _recorded_at(program: str) -> datetime.datetime:
     """Returns when the run of a program began, as it is written."""
-    name = program + (REPAIR if program in FAULTS else HEALTHY)
+    name = program + _suffix_of(program)
     if not _file(name).exists():
         return datetime.datetime.min.replace(tzinfo=datetime.UTC)
     header = json.loads(log_of(name).partition(b"\n")[0])
     return datetime.datetime.fromisoformat(header["started"])
 
 
+def _suffix_of(program: str) -> str:
+    if program in RARE:
+        return RARE_RUN
+    return REPAIR if program in FAULTS else HEALTHY
+
+
 def _record(program: str) -> None:
     warnings.simplefilter("ignore")  # of the faults
     repairing = _log_of(program, repair=True)
     if program not in FAULTS:
-        _store(program + HEALTHY, repairing)
+        _store(program + _suffix_of(program), repairing)
         return
     unrepaired = _log_of(program, repair=False)
     _store(program + REPAIR, repairing)
@@ -79,8 +91,13 @@ def _log_of(program: str, repair: bool) -> bytes:
         place = Path(folder)
         callbacks = kmp.callbacks.defaults(str(place / "run"), repair=repair)
         with clock, contextlib.suppress(kmp.callbacks.StuckError):
-            train(program, source_of(program), place, callbacks)
+            train(program, _source_of(program), place, callbacks)
         return log_file(place / "run").read_bytes()
+
+
+def _source_of(program: str) -> str:
+    # Those of the rare ones have classes in their module, whose lines a log names.
+    return inspect.getsource(rare_programs) if program in RARE else source_of(program)
 
 
 def _records(log: bytes) -> bytes:

@@ -1,7 +1,8 @@
-"""Recorded runs of the programs in `benchmarks/float16_faults`, which `record_runs.py` writes.
+"""Recorded runs of programs, which `record_runs.py` writes.
 
-NAME.repair is the run of a program with a fault, as it is written; NAME.norepair that without
-repairs, stored only if it differs; NAME.healthy that of a program without a fault.
+Of `benchmarks/float16_faults`: NAME.repair is the run of a program with a fault, as it is written;
+NAME.norepair that without repairs, stored only if it differs; NAME.healthy that of a program
+without a fault. NAME.rare is the run of a program in `rare_programs.py`.
 """
 
 import functools
@@ -13,7 +14,7 @@ from kmp.records import Run, load_run
 
 FOLDER = Path(__file__).parent / "recorded"
 SUFFIX = ".jsonl.xz"
-REPAIR, NO_REPAIR, HEALTHY = ".repair", ".norepair", ".healthy"
+REPAIR, NO_REPAIR, HEALTHY, RARE_RUN = ".repair", ".norepair", ".healthy", ".rare"
 
 
 def log_of(name: str) -> bytes:

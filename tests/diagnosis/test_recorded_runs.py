@@ -4,8 +4,10 @@ import pytest
 from float16_faults.running import is_named
 from float16_faults.truth import FAULTS, FLOAT16, HEALTHY_BFLOAT16, HEALTHY_FLOAT16
 from float16_faults.truth import HEALTHY as HEALTHY_PROGRAMS
+from rare_programs import RARE
 from recorded_runs import (
     HEALTHY,
+    RARE_RUN,
     prefixes_of,
     recorded_runs,
     repairing_run,
@@ -18,7 +20,9 @@ from kmp.advice import advise
 from kmp.diagnosis import (
     ERROR,
     WARNING,
+    Cause,
     Observations,
+    causes_of,
     cure_of,
     incurable_cause_of,
     thresholds,
@@ -72,9 +76,19 @@ def test_recorded_healthy_run_has_no_problem(program):
     assert advice.verdict.startswith(VERDICTS.get(program, "")), advice.verdict
 
 
-def test_every_program_has_a_recorded_run():
+@pytest.mark.parametrize("program", RARE)
+def test_recorded_rare_fault_has_its_cause(program):
+    first = next(causes_of(Observations(recorded_runs()[f"{program}{RARE_RUN}"])))
+    assert isinstance(first, RARE[program])
+    assert first.severity == ERROR
+
+
+def test_every_program_has_a_recorded_run_and_every_cause_a_program():
     programs = {name.partition(".")[0] for name in recorded_runs()}
-    assert programs == {*FAULTS, *HEALTHY_PROGRAMS}
+    assert programs == {*FAULTS, *HEALTHY_PROGRAMS, *RARE}
+    observed = map(Observations, recorded_runs().values())
+    found = {type(cause) for run in observed for cause in causes_of(run)}
+    assert found == {*Cause.__subclasses__()}
 
 
 @pytest.mark.parametrize("program", FLOAT16)
