@@ -123,7 +123,8 @@ def _compared(run: Observations) -> str:
     normal = ""
     if largest.error >= thresholds.SMALL_GRADIENT_ERROR:
         normal = f" (harmful above {thresholds.HARMFUL_GRADIENT_ERROR:.0%})"
-        if largest.noise is not None:
+        is_above = largest.error > thresholds.HARMFUL_GRADIENT_ERROR
+        if is_above and largest.noise is not None:
             normal = f" (another batch of this size changes them by {largest.noise:.0%})"
     have_converged = any(
         len(soundness.unconverged(replay.gradient_errors)) < len(replay.gradient_errors)

@@ -40,7 +40,17 @@ def check(file):
     assert sum(result["value"] > 0 for result in results) > len(results) / 2
 
 
-@pytest.mark.parametrize("name", BENCHMARKS)
+# Three for the mechanism that all share; the others change with their own file only.
+IN_CI = ("memory", "optimizer_step", "sampling_cost")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.slow if name in IN_CI else pytest.mark.exhaustive)
+        for name in BENCHMARKS
+    ],
+)
 def test_short_run_of_a_benchmark_writes_its_results(name, tmp_path, monkeypatch):
     monkeypatch.setattr(
         sys, "argv", [f"{name}.py", "--quick", "--json", str(tmp_path / "results.json")]

@@ -2,7 +2,8 @@
 
 import inspect
 
-from threshold_table import PAGE, all_thresholds, page
+import pytest
+from threshold_table import PAGE, all_thresholds, causes, introduction, page
 
 from kmp.diagnosis import thresholds
 
@@ -31,10 +32,18 @@ def seen_by_threshold():
     return {each[0].strip("`"): each[-1] for each in cells}
 
 
+COMMAND = "python tests/diagnosis/threshold_table.py"
+
+
+@pytest.mark.exhaustive  # it diagnoses each run up to 700 times
 def test_page_is_that_of_the_recorded_runs():
-    expected = page()
-    command = "python tests/diagnosis/threshold_table.py"
-    assert PAGE.read_text(encoding="utf-8") == expected, f"write the page again with {command}"
+    assert PAGE.read_text(encoding="utf-8") == page(), f"write the page again with {COMMAND}"
+
+
+def test_page_begins_with_the_number_of_runs_and_ends_with_the_causes_in_them():
+    text = PAGE.read_text(encoding="utf-8")
+    assert text.startswith(introduction()), f"write the page again with {COMMAND}"
+    assert text.endswith(causes()), f"write the page again with {COMMAND}"
 
 
 def test_a_threshold_that_limits_no_verdict_on_a_recorded_run_is_derived_or_measured():

@@ -1,5 +1,7 @@
 """Writes docs/thresholds.md: which verdicts on the recorded runs depend on each threshold.
 
+And which runs have each cause.
+
 Run with `python tests/diagnosis/threshold_table.py`.
 """
 
@@ -14,7 +16,7 @@ from unittest import mock
 from recorded_runs import prefix_of, recorded_runs, replay_lengths
 
 from kmp.advice.diagnose import advice_of
-from kmp.diagnosis import Observations, cure_of, thresholds
+from kmp.diagnosis import Cause, Observations, causes_of, cure_of, thresholds
 from kmp.records import Run
 
 ROOT = Path(__file__).parents[2]
@@ -61,6 +63,18 @@ ten; an empty cell is beyond that.
 
 | threshold | from | value | to | read by | limited by |
 | --- | --- | --- | --- | --- | --- |
+"""
+
+
+_CAUSES = """
+## The programs with each cause
+
+Each class in `kmp/diagnosis/causes` is needed by these programs: one of their recorded runs has it,
+among others where it has several. Those that begin with `rare` stand in
+`tests/diagnosis/rare_programs.py`, the others in the benchmark.
+
+| cause | programs |
+| --- | --- |
 """
 
 
@@ -210,9 +224,9 @@ def _changed(name: str, value: float, readers: list[tuple[Point, Judgement]]) ->
     return "", has_other_text
 
 
-def page() -> str:
-    """Returns the page."""
-    introduction = _INTRODUCTION.format(
+def introduction() -> str:
+    """Returns what stands before the table of thresholds."""
+    return _INTRODUCTION.format(
         runs=len(recorded_runs()),
         points=len(points()),
         by_the_replay=BY_THE_REPLAY,
@@ -220,6 +234,23 @@ def page() -> str:
         only_text=ONLY_TEXT,
         not_seen=NOT_SEEN,
     )
+
+
+def causes() -> str:
+    """Returns the table of the causes, with the programs in whose runs each is found."""
+    found: dict[type[Cause], dict[str, None]] = {kind: {} for kind in Cause.__subclasses__()}
+    for name, run in recorded_runs().items():
+        for cause in causes_of(Observations(run)):
+            found[type(cause)][name.partition(".")[0]] = None
+    rows = (
+        f"| `{kind.__name__}` | {', '.join(f'`{name}`' for name in programs)} |\n"
+        for kind, programs in sorted(found.items(), key=lambda item: item[0].__name__)
+    )
+    return _CAUSES + "".join(rows)
+
+
+def page() -> str:
+    """Returns the page."""
     values, readers = all_thresholds(), _readers()
     lines = []
     for row in rows():
@@ -227,7 +258,7 @@ def page() -> str:
         value, packages = f"{values[row.name]:g}", ", ".join(readers[row.name])
         cells = [f"`{row.name}`", ends[0], value, ends[1], packages]
         lines.append(f"| {' | '.join([*cells, _limited_by(row, readers[row.name])])} |\n")
-    return introduction + "".join(lines)
+    return introduction() + "".join(lines) + causes()
 
 
 def _readers() -> dict[str, list[str]]:
