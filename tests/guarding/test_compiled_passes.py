@@ -1,5 +1,6 @@
 """Under a strategy, XLA compiles the forward and backward pass of each replica, if it can."""
 
+import contextlib
 import functools
 import logging
 import re
@@ -11,6 +12,7 @@ import tensorflow as tf
 from conftest import OverflowsBackward, fit_data, small_data
 from keras import ops
 from models import Gan
+from tensorflow.python.eager import context
 
 import kmp
 from kmp.backend import xla
@@ -30,49 +32,74 @@ class AddsLoss(keras.layers.Layer):
         return x
 
 
-def make_model(strategy, *layers, model_class=keras.Sequential, inner="sgd", **arguments):
+def make_model(
+    strategy, *layers, model_class=keras.Sequential, inner="sgd", metrics=(), **arguments
+):
     keras.utils.set_random_seed(0)
     with strategy.scope():
         every = [keras.layers.Dense(8), *(make() for make in layers), keras.layers.Dense(2)]
         model = model_class([keras.Input((4,)), *every, kmp.layers.Softmax()])
         optimizer = inner() if callable(inner) else inner
         model.compile(
-            optimizer, "sparse_categorical_crossentropy", metrics=["accuracy"], **arguments
+            optimizer, "sparse_categorical_crossentropy", metrics=list(metrics), **arguments
         )
     return model
 
 
-def compiled_types(strategy, model):
-    """Returns the types of operations in the compiled functions of a step, and those outside."""
-    x, y = (tf.constant(each[:8]) for each in small_data(1))
-    step = tf.function(lambda x, y: strategy.run(model.train_step, args=((x, y),)))
-    graph = step.get_concrete_function(x, y).graph
-    operations = graph.get_operations()
-    called = [op for op in operations if op.node_def.attr["_XlaMustCompile"].b]
-    functions = [graph._get_function(op.node_def.attr["f"].func.name).graph for op in called]
-    inside = {op.type for function in functions for op in function.get_operations()}
-    return inside, {op.type for op in operations}
+@contextlib.contextmanager
+def traced_types():
+    """Yields two sets, which get the types of the operations that are traced in the context.
+
+    The first one gets those of functions that XLA compiles, the second one those of the others.
+    """
+    inside, outside = set(), set()
+    before = set(context.context().list_function_names())
+    yield inside, outside
+    for name in set(context.context().list_function_names()) - before:
+        function = context.context().get_function_def(name)
+        types = {node.op for node in function.node_def}
+        (inside if function.attr["_XlaMustCompile"].b else outside).update(types)
 
 
-@pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16", "float32"])
-def test_compiled_passes_train_as_those_of_a_graph(two_replicas, policy):
+def trained(model, data, is_compiled):
+    """Trains a model; checks that XLA compiles its passes, or does not; returns the history."""
+    with traced_types() as (inside, outside):
+        history = fit_data(model, data)
+    assert ("MatMul" in inside, "MatMul" in outside) == (is_compiled, not is_compiled)
+    return history
+
+
+def assert_close(compiled, plain):
+    """Checks that the history and weights of a training, compiled and as a graph, are close."""
+    (history, weights), (compiled_history, compiled_weights) = plain, compiled
+    assert history.keys() == compiled_history.keys()
+    for key, values in history.items():
+        np.testing.assert_allclose(compiled_history[key], values, rtol=2e-3)
+    for one, other in zip(weights, compiled_weights, strict=True):
+        np.testing.assert_allclose(other, one, rtol=5e-3, atol=5e-3)
+
+
+@pytest.mark.parametrize(
+    ("policy", "strategy"),
+    [
+        ("mixed_float16", "two_replicas"),
+        ("float32", "one_replica"),
+        # which scales no loss either
+        pytest.param("mixed_bfloat16", "two_replicas", marks=pytest.mark.exhaustive),
+    ],
+)
+def test_compiled_passes_train_as_those_of_a_graph(request, policy, strategy):
+    strategy = request.getfixturevalue(strategy)
     x, y = small_data(4)
     if policy == "mixed_float16":
         x, y = x[:-3], y[:-3]  # one replica gets 4 rows of the last batch, the other one 1
     results = []
     with kmp.enable(policy):
-        for jit_compile in (False, True):
+        for jit_compile in (True, False):
             layers = keras.layers.BatchNormalization, AddsLoss
-            model = make_model(two_replicas, *layers, jit_compile=jit_compile)
-            results.append((fit_data(model, (x, y)), model.get_weights()))
-    (history, weights), (compiled, compiled_weights) = results
-    for key, values in history.items():
-        np.testing.assert_allclose(compiled[key], values, rtol=2e-3)
-    for one, other in zip(weights, compiled_weights, strict=True):
-        np.testing.assert_allclose(other, one, rtol=5e-3, atol=5e-3)
-    inside, outside = compiled_types(two_replicas, model)
-    assert "MatMul" in inside
-    assert "MatMul" not in outside
+            model = make_model(strategy, *layers, metrics=["accuracy"], jit_compile=jit_compile)
+            results.append((trained(model, (x, y), jit_compile), model.get_weights()))
+    assert_close(*results)
 
 
 def test_compiled_dropout_draws_other_numbers_in_each_step(two_replicas):
@@ -80,23 +107,31 @@ def test_compiled_dropout_draws_other_numbers_in_each_step(two_replicas):
     with kmp.enable("float32"):
         inner = functools.partial(keras.optimizers.SGD, 0.0)
         model = make_model(two_replicas, dropout, inner=inner, jit_compile=True)
-        (x, y), losses = small_data(1), []
-        for _ in range(2):
-            losses += fit_data(model, (x, y))["loss"]
+        losses = trained(model, small_data(1), is_compiled=True)["loss"]
+        losses += fit_data(model, small_data(1))["loss"]
     assert losses[0] != losses[1]
-    assert "MatMul" not in compiled_types(two_replicas, model)[1]
 
 
 def test_auto_compiles_the_passes_on_a_gpu_and_false_does_not():
     strategy = tf.distribute.OneDeviceStrategy("CPU:0")
-    with kmp.enable(), xla.traced_for_gpu():
-        for jit_compile, is_compiled in (("auto", True), (False, False)):
-            model = make_model(strategy, jit_compile=jit_compile)
-            _, outside = compiled_types(strategy, model)
-            assert ("MatMul" not in outside) == is_compiled
+
+    def compiles(on_gpu, **arguments):
+        with strategy.scope():
+            model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+            model.compile("sgd", "mse", **arguments)
+        model.optimizer.build(model.trainable_variables)
+        step = tf.function(lambda x, y: strategy.run(model.train_step, args=((x, y),)))
+        traced = xla.traced_for_gpu() if on_gpu else contextlib.nullcontext()
+        with traced, traced_types() as (inside, outside):
+            function = step.get_concrete_function(tf.ones((8, 4)), tf.ones((8, 1)))
+        del function  # which keeps what is traced
+        assert ("MatMul" in inside) != ("MatMul" in outside)
+        return "MatMul" in inside
+
     with kmp.enable():
-        _, outside = compiled_types(strategy, make_model(strategy))
-    assert "MatMul" in outside
+        assert compiles(True, jit_compile="auto")
+        assert not compiles(True, jit_compile=False)
+        assert not compiles(False)
 
 
 class UnsupportedLayer(keras.layers.Layer):
@@ -126,24 +161,24 @@ SynchronizedBatchNormalization = functools.partial(
 
 
 @pytest.mark.parametrize(
-    ("layer", "reason"),
+    ("layer", "strategy", "reason"),
     [
-        (UnsupportedLayer, r"layer 'unsupported_layer.*PyFunc"),
-        (SynchronizedBatchNormalization, "layer 'batch_normalization.*merge_c"),
-        (ChangesShape, "layer 'changes_shape.*XLA"),
+        (UnsupportedLayer, "one_replica", r"layer 'unsupported_layer.*PyFunc"),
+        (SynchronizedBatchNormalization, "two_replicas", "layer 'batch_normalization.*merge_c"),
+        (ChangesShape, "one_replica", "layer 'changes_shape.*XLA"),
     ],
     ids=["operation", "synchronization", "shape"],
 )
 def test_step_that_xla_cannot_compile_runs_as_a_graph_and_one_line_says_why(
-    two_replicas, caplog, layer, reason
+    request, caplog, layer, strategy, reason
 ):
+    strategy = request.getfixturevalue(strategy)
     keras.backend.clear_session()
     histories = []
     with kmp.enable(), caplog.at_level(logging.WARNING, "kmp"):
         for jit_compile in (False, True):
-            model = make_model(two_replicas, layer, jit_compile=jit_compile)
-            x, y = small_data(4)
-            histories.append(fit_data(model, (x, y)))
+            model = make_model(strategy, layer, jit_compile=jit_compile)
+            histories.append(fit_data(model, small_data(4)))
     messages = [each for each in caplog.messages if "XLA does not compile" in each]
     assert len(messages) == 1
     assert re.search(reason, messages[0])
@@ -160,28 +195,23 @@ def test_learning_rate_in_the_logs_and_compile_outside_of_the_scope_keep_xla(two
         model = make_model(two_replicas, model_class=LogsRate, jit_compile=True)
         loss = "sparse_categorical_crossentropy"
         model.compile("sgd", loss, metrics=["accuracy"], jit_compile=True)
-        history = fit_data(model, small_data(2))
-        assert history["rate"] == pytest.approx([0.01])
-        assert "MatMul" not in compiled_types(two_replicas, model)[1]
-
-
-class LogsAfterUpdate(keras.Sequential):
-    def train_step(self, data):
-        logs = super().train_step(data)
-        optimizer = self.optimizer
-        norm = tf.norm(self.layers[0].kernel)
-        return {**logs, "steps": optimizer.iterations, "scale": optimizer.loss_scale, "norm": norm}
+        history = trained(model, small_data(2), is_compiled=True)
+    assert history["rate"] == pytest.approx([0.01])
 
 
 class AveragesWeights(keras.Sequential):
+    """Averages weights after the update, and logs what it has made of them and of the scale."""
+
     def build(self, shape=None):
         super().build(shape)
         self.average = self.add_weight(shape=(4, 8), initializer="zeros", trainable=False)
 
     def train_step(self, data):
         logs = super().train_step(data)
-        self.average.assign(0.5 * self.average + 0.5 * self.layers[0].kernel)
-        return logs
+        kernel, optimizer = self.layers[0].kernel, self.optimizer
+        self.average.assign(0.5 * self.average + 0.5 * kernel)
+        norm = tf.norm(kernel)
+        return {**logs, "steps": optimizer.iterations, "scale": optimizer.loss_scale, "norm": norm}
 
 
 class StepsTwice(keras.Sequential):
@@ -193,37 +223,32 @@ class StepsTwice(keras.Sequential):
         return {"loss": second["loss"], "first": first["loss"]}
 
 
-@pytest.mark.parametrize("model_class", [LogsAfterUpdate, AveragesWeights, StepsTwice])
+@pytest.mark.parametrize(
+    ("model_class", "strategy"), [(AveragesWeights, "two_replicas"), (StepsTwice, "one_replica")]
+)
 def test_what_follows_an_update_is_compiled_apart_and_sees_its_result(
-    two_replicas, caplog, model_class
+    request, caplog, model_class, strategy
 ):
+    strategy = request.getfixturevalue(strategy)
+    x, y = small_data(6)
+    x[12] = 1e5  # the second step is skipped
     results = []
     with kmp.enable(), caplog.at_level(logging.WARNING, "kmp"):
-        for jit_compile in (False, True):
+        for jit_compile in (True, False):
             layers = keras.layers.BatchNormalization, OverflowsBackward
-            model = make_model(
-                two_replicas, *layers, model_class=model_class, jit_compile=jit_compile
-            )
-            x, y = small_data(6)
-            x[12] = 1e5  # the second step is skipped
-            results.append((fit_data(model, (x, y)), model.get_weights()))
+            model = make_model(strategy, *layers, model_class=model_class, jit_compile=jit_compile)
+            results.append((trained(model, (x, y), jit_compile), model.get_weights()))
     assert not any("XLA does not compile" in each for each in caplog.messages)
-    (history, weights), (compiled, compiled_weights) = results
-    assert history.keys() == compiled.keys()
-    for key, values in history.items():
-        np.testing.assert_allclose(compiled[key], values, rtol=2e-3)
-    for one, other in zip(weights, compiled_weights, strict=True):
-        np.testing.assert_allclose(other, one, rtol=5e-3, atol=5e-3)
-    assert "MatMul" not in compiled_types(two_replicas, model)[1]
+    assert_close(*results)
 
 
-def test_networks_of_a_gan_are_compiled_and_each_sees_the_update_of_the_other(two_replicas, caplog):
+def test_networks_of_a_gan_are_compiled_and_each_sees_the_update_of_the_other(one_replica, caplog):
     data = [np.random.default_rng(0).normal(size=(32, 6)).astype("float32") for _ in range(2)]
     results = []
     with kmp.enable(), caplog.at_level(logging.WARNING, "kmp"):
-        for jit_compile in (False, True):
+        for jit_compile in (True, False):
             keras.utils.set_random_seed(0)
-            with two_replicas.scope():
+            with one_replica.scope():
                 model = Gan()
                 model.build((None, 6))
                 optimizers = {
@@ -234,17 +259,13 @@ def test_networks_of_a_gan_are_compiled_and_each_sees_the_update_of_the_other(tw
                     optimizer.build(getattr(model, name).trainable_variables)
                 model.compile(**optimizers)
             request(model, jit_compile)
-            history = fit_data(model, tuple(data))
+            history = trained(model, tuple(data), jit_compile)
             results.append((history["loss"], model.get_weights()))
     assert not any("XLA does not compile" in each for each in caplog.messages)
-    (losses, weights), (compiled_losses, compiled_weights) = results
+    (compiled_losses, compiled_weights), (losses, weights) = results
     np.testing.assert_allclose(compiled_losses, losses, rtol=5e-3)
     for one, other in zip(weights, compiled_weights, strict=True):
         np.testing.assert_allclose(other, one, rtol=5e-3, atol=5e-3)
-    x, y = (tf.constant(each[:8]) for each in data)
-    step = tf.function(lambda x, y: two_replicas.run(model.train_step, args=((x, y),)))
-    types = {op.type for op in step.get_concrete_function(x, y).graph.get_operations()}
-    assert "MatMul" not in types
 
 
 class ClipsItself(keras.Sequential):
@@ -260,17 +281,21 @@ class ClipsItself(keras.Sequential):
 
 
 @pytest.mark.parametrize(
-    ("model_class", "options"),
+    ("model_class", "strategy", "options"),
     [
-        (ClipsItself, {}),
-        (keras.Sequential, {"clipnorm": 0.02}),
-        (keras.Sequential, {"global_clipnorm": 0.02}),
-        (keras.Sequential, {"clipvalue": 0.002}),
+        (ClipsItself, "one_replica", {}),
+        (keras.Sequential, "two_replicas", {"global_clipnorm": 0.02}),
+        # Keras clips in one method, whichever of these is set.
+        *(
+            pytest.param(keras.Sequential, "two_replicas", each, marks=pytest.mark.exhaustive)
+            for each in ({"clipnorm": 0.02}, {"clipvalue": 0.002})
+        ),
     ],
 )
 def test_clipped_gradients_of_compiled_replicas_are_those_of_keras(
-    two_replicas, model_class, options
+    request, model_class, strategy, options
 ):
+    strategy = request.getfixturevalue(strategy)
     weights = []
     with kmp.enable():
         for jit_compile in (False, True):
@@ -280,12 +305,10 @@ def test_clipped_gradients_of_compiled_replicas_are_those_of_keras(
                 return kmp.LossScaleOptimizer(inner, jit_compile=jit_compile)
 
             model = make_model(
-                two_replicas, model_class=model_class, inner=optimizer, jit_compile=jit_compile
+                strategy, model_class=model_class, inner=optimizer, jit_compile=jit_compile
             )
-            fit_data(model, small_data(4))
+            trained(model, small_data(4), jit_compile)
             weights.append(model.get_weights())
-            if jit_compile:
-                assert "MatMul" not in compiled_types(two_replicas, model)[1]
     for one, other in zip(*weights, strict=True):
         np.testing.assert_allclose(other, one, rtol=1e-3, atol=1e-4)
 
@@ -378,12 +401,12 @@ def test_metric_from_outside_the_scope_trains_as_a_graph(two_replicas, caplog):
     assert any("variable 'outside/" in message for message in caplog.messages)
 
 
-def test_unsupported_operation_on_sequences_of_any_length_runs_as_a_graph(two_replicas, caplog):
+def test_unsupported_operation_on_sequences_of_any_length_runs_as_a_graph(one_replica, caplog):
     data = tf.data.Dataset.from_tensor_slices((np.ones((16, 3, 4)), np.zeros(16))).batch(8)
     data = data.map(lambda x, y: (tf.ensure_shape(tf.repeat(x, 2, 1), (None, None, 4)), y))
     any_length = data.map(lambda x, y: (x[:, : tf.random.uniform([], 1, 4, "int32")], y))
     with kmp.enable(), caplog.at_level(logging.WARNING, "kmp"):
-        with two_replicas.scope():
+        with one_replica.scope():
             pool = keras.layers.GlobalAveragePooling1D()
             model = keras.Sequential([keras.Input((None, 4)), UnsupportedLayer(), pool])
             model.add(keras.layers.Dense(1, dtype="float32"))
@@ -393,7 +416,7 @@ def test_unsupported_operation_on_sequences_of_any_length_runs_as_a_graph(two_re
     assert any("PyFunc" in message for message in caplog.messages)
 
 
-def test_what_kept_xla_from_compiling_is_forgotten_once_it_is_gone(two_replicas):
+def test_what_kept_xla_from_compiling_is_forgotten_once_it_is_gone(one_replica):
     class Fails(keras.Sequential):
         fails = True
 
@@ -403,9 +426,8 @@ def test_what_kept_xla_from_compiling_is_forgotten_once_it_is_gone(two_replicas)
             return super().train_step(data)
 
     with kmp.enable():
-        model = make_model(two_replicas, model_class=Fails, jit_compile=True)
+        model = make_model(one_replica, model_class=Fails, jit_compile=True)
         with pytest.raises(RuntimeError, match="a mistake"):
             fit_data(model, small_data(1))
         model.fails = False
-        fit_data(model, small_data(1))
-        assert "MatMul" not in compiled_types(two_replicas, model)[1]
+        trained(model, small_data(1), is_compiled=True)
