@@ -224,8 +224,19 @@ class TensorFlowState(keras.Layer):
         return [self.mean, self.means["a"], self.module.mean, self.late]
 
 
-@pytest.mark.parametrize("is_built", [True, False])
-@pytest.mark.parametrize("mode", ["eager", "graph", "compiled step", "xla"])
+@pytest.mark.parametrize(
+    ("mode", "is_built"),
+    [
+        ("eager", True),
+        ("graph", False),
+        ("compiled step", True),
+        ("xla", False),
+        *(
+            pytest.param(*each, marks=pytest.mark.exhaustive)
+            for each in [("eager", False), ("graph", True), ("compiled step", False), ("xla", True)]
+        ),
+    ],
+)
 def test_variables_of_tensorflow_in_a_layer_are_restored(mode, is_built):
     layer = TensorFlowState()
     inputs = [keras.Input((4,))] if is_built else []
