@@ -31,20 +31,26 @@ class OnlyFloat16(Shrink):
 
 
 class Loop:
-    """A training loop with a layer that overflows."""
+    """A training loop with a layer that overflows.
 
-    def __init__(self, layer=None):
+    Args:
+        layer: The layer.
+        is_built: Whether the optimizer has its variables before the first step, which TensorFlow
+            would otherwise trace twice.
+    """
+
+    def __init__(self, layer=None, is_built=True):
         keras.utils.set_random_seed(0)
         parts = layer or Shrink(name="shrink"), layers.Dense(8, "relu")
         head = layers.Dense(1, dtype="float32")
         self.model = keras.Sequential([keras.Input((4,)), *parts, head])
-        self.optimizer = kmp.wrap(keras.optimizers.Adam(1e-2))
+        self.optimizer = kmp.wrap(keras.optimizers.SGD(1e-3))
         self.model.compile(optimizer=self.optimizer)
-        self.traces = 0
+        if is_built:
+            self.optimizer.build(self.model.trainable_variables)
 
     @tf.function
     def step(self, x, y):
-        self.traces += 1
         model, optimizer = self.model, self.optimizer
         with kmp.guard(optimizer, model):
             with tf.GradientTape() as tape:
@@ -61,7 +67,7 @@ class Loop:
             loss = self.step(*next(iterator))
         return loss
 
-    def train(self, call, batches=8, **options):
+    def train(self, call, batches=4, **options):
         """Calls a step for each batch, under callbacks."""
         every = keras.callbacks.CallbackList(kmp.callbacks.defaults(**options), model=self.model)
         every.on_train_begin()
@@ -77,9 +83,11 @@ class Loop:
 REPAIRED = "kmp set the layer 'sequential.*/shrink' to float32, and the training continues"
 
 
-@pytest.mark.parametrize("kind", ["method", "XLA", "many steps"])
+@pytest.mark.parametrize(
+    "kind", ["method", pytest.param("XLA", marks=pytest.mark.exhaustive), "many steps"]
+)
 def test_a_loop_is_repaired_and_every_function_with_the_layer_is_traced_again(kind):
-    loop = Loop()
+    loop = Loop(is_built=kind != "method")
     batch = tf.constant(X[:16]), tf.constant(Y[:16])
     iterator = iter(tf.data.Dataset.from_tensors(batch).repeat())
     in_xla = tf.function(loop.step.python_function, jit_compile=True)
@@ -153,10 +161,10 @@ def test_a_loop_whose_code_cannot_run_twice_goes_on():
     batch = tf.constant(X[:16]), tf.constant(Y[:16])
     with pytest.warns(UserWarning, match="kmp cannot repair it.*KeyError"):
         loop.train(lambda: (step(*batch), once.clear()))
-    assert optimizer.snapshot().step == 8
+    assert optimizer.snapshot().step == 4
 
 
-@pytest.mark.parametrize("kind", ["input_signature", "objects", "structures"])
+@pytest.mark.parametrize("kind", ["input_signature", "objects"])
 def test_a_loop_is_repaired_whatever_its_function_gets(kind):
     loop = Loop()
     train = loop.step.python_function
@@ -167,18 +175,13 @@ def test_a_loop_is_repaired_whatever_its_function_gets(kind):
 
     @tf.function
     def of_objects(owner, batch, *, scale):
-        return train(*(scale * each for each in batch))
-
-    @tf.function
-    def of_structures(batch):
-        return train(batch["x"], batch["y"] if "y" in batch else batch["x"][:, :1])
+        return train(scale * batch["x"], batch["y"] if "y" in batch else batch["x"][:, :1])
 
     batch = tf.constant(X[:16]), tf.constant(Y[:16])
-    structures = [{"x": batch[0], "y": batch[1]}, {"x": batch[0]}] * 4
+    structures = [{"x": batch[0], "y": batch[1]}, {"x": batch[0]}] * 2
     call = {
         "input_signature": lambda: of_signature(*batch),
-        "objects": lambda: of_objects(loop, batch, scale=1.0),
-        "structures": lambda: of_structures(structures.pop()),
+        "objects": lambda: of_objects(loop, structures.pop(), scale=1.0),
     }[kind]
     with pytest.warns(UserWarning, match="kmp set the layers? 'sequential.*/shrink'"):
         loop.train(call)
@@ -191,7 +194,7 @@ def test_code_that_refuses_float32_goes_on_as_before_and_the_warning_says_why():
     with pytest.warns(UserWarning, match="kmp cannot repair it.*only float16.*What to") as warned:
         loop.train(lambda: loop.step(*batch))
     assert len(warned) == 1
-    assert loop.optimizer.snapshot().step == 8
+    assert loop.optimizer.snapshot().step == 4
     assert loop.model.layers[0].compute_dtype == "float16"
 
 
@@ -238,4 +241,4 @@ def test_harm_of_the_loop_itself_is_told_at_its_first_step_with_the_line():
     message = r"(?s)clips or normalizes gradients.*test_loop_repairs.py, line \d+.*What to change"
     with pytest.warns(UserWarning, match=message) as warned:
         loop.train(call)
-    assert steps[1:] == [1] * 7  # after the first step, and once
+    assert steps[1:] == [1] * 3  # after the first step, and once
