@@ -33,12 +33,14 @@ def steps_of(callback):
 
 
 # The other tests run in graph mode or eagerly.
-@pytest.mark.parametrize("mode", ["xla", "steps_per_execution"])
+@pytest.mark.parametrize(
+    "mode", [pytest.param("xla", marks=pytest.mark.exhaustive), "steps_per_execution"]
+)
 def test_training_is_recorded_and_unchanged(mode):
     weights, callbacks = [], without_replays(every_n_steps=10)
     for used in ([], callbacks):
         keras.utils.set_random_seed(0)
-        model = compiled_model("adam", **MODES[mode])
+        model = compiled_model(**MODES[mode])
         history = fit(model, used, batches=21, epochs=2)
         weights.append(model.get_weights())
     np.testing.assert_equal(*weights)
