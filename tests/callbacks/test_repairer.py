@@ -45,7 +45,7 @@ def overflowing(layer=None, mode="eager", build=None):
     return model
 
 
-def train(model, callbacks, epochs=4, height=1.0):
+def train(model, callbacks, epochs=1, height=1.0):
     x = np.random.default_rng(0).uniform(20, 60, (ROWS, 4)).astype("float32")
     y = height * (x[:, :1] > 40).astype("float32")
     model.fit(x, y, batch_size=8, epochs=epochs, verbose=0, callbacks=callbacks)
@@ -103,7 +103,7 @@ def test_quantized_part_of_a_repaired_layer_stays_quantized():
     with kmp.enable():
         layer = QuantizedCube(name="cube")
     model = overflowing(layer)
-    train(model, defaults(), epochs=2)
+    train(model, defaults())
     assert dtypes(model)["cube"] == "float32"
     assert (layer.gate.quantization_mode, layer.gate.compute_dtype) == ("int4", "float32")
     x = np.full((2, 4), 8.0, "float32")
@@ -236,7 +236,7 @@ def test_layers_that_are_sound_only_below_a_fixed_loss_scale_keep_their_dtype():
         parts = Cube(name="cube"), layers.BatchNormalization(name="norm"), layers.Dense(1)
         model = sequential(*parts, optimizer="adam", run_eagerly=True)
     (monitor,) = callbacks = defaults(on_nonfinite="ignore")
-    train(model, callbacks, epochs=2)
+    train(model, callbacks)
     assert len(monitor.run.replays[0][1].float32_layers) == 2  # sound at a smaller scale
     assert monitor.run.last("fallback") is None
     assert dtypes(model)["cube"] == "float16"
@@ -266,8 +266,8 @@ def test_repair_of_one_tower_keeps_the_gradients_of_the_other(tmp_path):
         model = keras.Model(inputs, outputs)
         loss_weights = {"loss_weights": [1.0, 1e-11]}
         model.compile(keras.optimizers.SGD(0.0), ["mse"] * 2, run_eagerly=True, **loss_weights)
-    x = np.random.default_rng(0).uniform(1, 2, (128, 4)).astype("float32")
-    y = [np.full((128, 1), 1e3, "float32"), np.ones((128, 1), "float32")]
+    x = np.random.default_rng(0).uniform(1, 2, (80, 4)).astype("float32")
+    y = [np.full((80, 1), 1e3, "float32"), np.ones((80, 1), "float32")]
     callbacks = defaults(tmp_path / "run", every_n_steps=2)
     expected = "kmp set the layer 'large_hidden' to float32, .* 'large_hidden' overflows"
     with pytest.warns(UserWarning, match=expected):
@@ -306,7 +306,7 @@ def test_overflow_in_more_layers_than_are_repaired_is_a_warning_while_the_traini
         r" layers to repair. What to change:\n  kmp.enable"
     )
     with pytest.warns(UserWarning, match=expected) as warned:
-        train(model, defaults(on_nonfinite="ignore"), epochs=4)
+        train(model, defaults(on_nonfinite="ignore"), epochs=2)
     assert len(user_warnings(warned)) == 1
     assert {dtype for name, dtype in dtypes(model).items() if "times" in name} == {"float16"}
 
@@ -321,9 +321,7 @@ def test_network_that_explodes_in_float32_too_is_told_to_start_smaller(tmp_path)
     )
     callbacks = defaults(tmp_path / "run", on_nonfinite="ignore")
     with pytest.warns(UserWarning, match=message):
-        model.fit(
-            np.ones((160, 4)), np.ones((160, 1)), batch_size=8, verbose=0, callbacks=callbacks
-        )
+        model.fit(np.ones((80, 4)), np.ones((80, 1)), batch_size=8, verbose=0, callbacks=callbacks)
     run = kmp.load_run(tmp_path / "run")
     magnitudes = [*run.replays[-1][1].overflow.magnitudes.values()]
     np.testing.assert_allclose(magnitudes[:26], 4.0 ** np.arange(2, 28), rtol=0.01)
@@ -409,12 +407,12 @@ def test_model_nested_in_a_subclassed_one_is_repaired_once():
             return self.head(self.norm(self.inner(x), training=training))
 
     model, callbacks = overflowing(build=Outer), defaults()
-    train(model, callbacks, epochs=1)
+    train(model, callbacks)
     repaired = model.optimizer.snapshot()
     assert repaired.overflows_in_a_row == 0
     names = {path.rpartition("/")[2] for path in callbacks[0].run.last("fallback")}
     assert names == {"cube", "norm"}  # the layer in the inner model is enough
-    train(model, callbacks, epochs=1)
+    train(model, callbacks)
     assert model.optimizer.snapshot().overflow_count == repaired.overflow_count
 
 
@@ -426,7 +424,7 @@ def test_layer_whose_float32_raises_in_the_users_code_is_set_with_the_layer_that
         UserWarning,
         match="A saved file keeps this for 'cube' only if the config of Mixed contains it",
     ):
-        train(model, defaults(), epochs=1)
+        train(model, defaults())
     assert dtypes(model)["mixed"] == "float32"
     assert model.optimizer.snapshot().overflows_in_a_row == 0
 
@@ -503,7 +501,7 @@ def test_model_without_a_float16_layer_after_its_repair_trains_again_without_a_w
         model = sequential(
             layers.Dense(1, name="only", **kernel(1e4)), optimizer="adam", run_eagerly=True
         )
-        train(model, defaults(), epochs=1)
+        train(model, defaults())
         assert dtypes(model) == {"only": "float32"}
         model.compile("adam", "mse", run_eagerly=True)
         train(model, [], epochs=1)  # a warning is an error
@@ -536,7 +534,7 @@ def test_interrupted_training_resumes_with_the_layers_of_its_log_before_its_firs
         assert len([row for row in each.rows if row.fallback]) == 1
     # A training that begins at step 0 is another one: its log replaces the earlier one.
     new = overflowing()
-    train(new, defaults(tmp_path / "run"), epochs=1)
+    train(new, defaults(tmp_path / "run"))
     assert new.optimizer.snapshot().overflow_count
 
 
@@ -547,7 +545,7 @@ def test_repair_without_a_reason_in_the_log_is_repeated_without_one(tmp_path):
     with pytest.warns(
         UserWarning, match="^As at step 0, before .* set the layer 'sequential/cube' to float"
     ):
-        train(overflowing(), defaults(tmp_path), epochs=1)
+        train(overflowing(), defaults(tmp_path))
 
 
 def test_overflow_that_the_compiled_step_does_not_have_changes_no_layer():
@@ -673,5 +671,5 @@ def test_model_with_a_converted_function_is_repaired():
     model = keras.Sequential([keras.Input((4,)), *parts])
     model.compile(kmp.wrap(keras.optimizers.SGD(1e-9)), "mse", jit_compile=False)
     with pytest.warns(UserWarning, match="kmp set the layer.* to float32"):
-        train(model, defaults(), epochs=1)
+        train(model, defaults())
     assert model.optimizer.snapshot().overflows_in_a_row == 0
