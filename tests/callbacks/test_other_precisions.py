@@ -42,7 +42,7 @@ def model_with(layer, policy="mixed_bfloat16", **options):
             layers.Dense(4, kernel_initializer="identity", name="first"),
             layer(**options),
             layers.Dense(1, dtype="float32", name="head"),
-            optimizer=keras.optimizers.Adam(1e-3),
+            optimizer=keras.optimizers.SGD(1e-3),
             jit_compile=False,
         )
 
