@@ -321,7 +321,9 @@ def test_network_that_explodes_in_float32_too_is_told_to_start_smaller(tmp_path)
     )
     callbacks = defaults(tmp_path / "run", on_nonfinite="ignore")
     with pytest.warns(UserWarning, match=message):
-        model.fit(np.ones((80, 4)), np.ones((80, 1)), batch_size=8, verbose=0, callbacks=callbacks)
+        model.fit(
+            np.ones((160, 4)), np.ones((160, 1)), batch_size=8, verbose=0, callbacks=callbacks
+        )
     run = kmp.load_run(tmp_path / "run")
     magnitudes = [*run.replays[-1][1].overflow.magnitudes.values()]
     np.testing.assert_allclose(magnitudes[:26], 4.0 ** np.arange(2, 28), rtol=0.01)
