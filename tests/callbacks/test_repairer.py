@@ -296,7 +296,10 @@ class Detour(keras.layers.Layer):
         return (x * 3e4) / 3e4
 
 
-def test_overflow_in_more_layers_than_are_repaired_is_a_warning_while_the_training_runs():
+def test_overflow_in_more_layers_than_are_repaired_is_a_warning_while_the_training_runs(
+    monkeypatch,
+):
+    monkeypatch.setattr("kmp.callbacks.replay_schedule._MOST_REPLAYS", 1)
     with kmp.enable():
         scaled = [Detour(name=f"times_{index}") for index in range(14)]
         head = layers.Dense(1, dtype="float32")
@@ -311,7 +314,8 @@ def test_overflow_in_more_layers_than_are_repaired_is_a_warning_while_the_traini
     assert {dtype for name, dtype in dtypes(model).items() if "times" in name} == {"float16"}
 
 
-def test_network_that_explodes_in_float32_too_is_told_to_start_smaller(tmp_path):
+def test_network_that_explodes_in_float32_too_is_told_to_start_smaller(tmp_path, monkeypatch):
+    monkeypatch.setattr("kmp.callbacks.replay_schedule._MOST_REPLAYS", 1)
     with kmp.enable():
         large = keras.initializers.Constant(4.0)
         chain = [layers.Dense(1, kernel_initializer=large, name=f"d{each}") for each in range(26)]
