@@ -1,6 +1,7 @@
 """What XLA compiles of a step in graph mode on a GPU, traced and run here on a CPU."""
 
 import contextlib
+import functools
 import gc
 from typing import ClassVar
 
@@ -13,6 +14,7 @@ from tensorflow.python.framework.func_graph import FuncGraph
 from tensorflow.python.saved_model import loader_impl
 
 import kmp
+from kmp.backend import compiled_parts
 from kmp.backend.compiled_parts import can_compile, in_step, with_rounded_rows
 from kmp.backend.xla import traced_for_gpu
 from kmp.traffic import traffic_of
@@ -27,7 +29,6 @@ NORMALIZATIONS = [
     (lambda: layers.GroupNormalization(2, center=False), (4, 6)),
     (lambda: layers.GroupNormalization(-1, axis=1), (4, 6, 5, 3)),
     (layers.RMSNormalization, (4, 5, 6)),
-    (lambda: layers.RMSNormalization([1, 2], epsilon=1e-2), (4, 5, 6)),
 ]
 FUNCTIONS = {
     "gelu": ops.gelu,
@@ -38,7 +39,7 @@ FUNCTIONS = {
     "softmax": ops.softmax,
     "softmax of an inner axis": lambda x: ops.softmax(x, axis=1),
 }
-ATTENTION = {"plain": {}, "causal": {"is_causal": True}, "masked": {"mask": MASK}}
+ATTENTION = {"plain": {}, "causal and masked": {"is_causal": True, "mask": MASK}}
 
 
 @pytest.fixture(autouse=True)
@@ -126,7 +127,7 @@ def test_normalization_is_compiled_and_has_the_gradients_of_float64(make, shape)
     assert_close(found, expected, 2e-3 if make is layers.RMSNormalization else 1e-3)
 
 
-@pytest.mark.parametrize(("make", "shape"), [NORMALIZATIONS[i] for i in (0, 4, 7)])
+@pytest.mark.parametrize(("make", "shape"), [NORMALIZATIONS[i] for i in (4, 7)])
 def test_normalization_has_the_second_derivatives_of_float64(make, shape):
     layer, exact = with_weights(make(), shape), with_weights(make(), shape, "float64")
     x, upstream = data(shape)
@@ -156,8 +157,8 @@ def reads_once(graph):
 
 @pytest.mark.parametrize(
     ("capabilities", "has_triton"),
-    [([(7, 0)], False), ([(7, 5)], False), ([(8, 0)], True), ([(9, 0), (7, 5)], False), ([], True)],
-    ids=["V100", "T4", "A100", "H100 and T4", "none"],
+    [([(8, 0)], True), ([(9, 0), (7, 5)], False), ([], True)],
+    ids=["A100", "H100 and T4", "none"],
 )
 def test_normalization_is_compiled_for_the_oldest_gpu(capabilities, has_triton, monkeypatch):
     monkeypatch.setattr(tf.config, "get_visible_devices", lambda kind: capabilities)
@@ -177,7 +178,7 @@ def test_rows_of_texts_of_any_length_are_compiled_for_few_lengths():
     with traced_for_gpu(), in_step():
         graph = step.get_concrete_function().graph
     assert compiled_calls(graph) == 3
-    for length in (1, 3, 11):
+    for length in (1, 11):
         x, upstream = data((3, length, 6))
         found = step(x, upstream)
         assert_close(found, gradients_of(exact, exact.weights)(*in_float(64, x, upstream)))
@@ -199,15 +200,24 @@ def test_numbers_of_rows_are_rounded_up_to_four_steps_per_power_of_two():
     ]
 
 
+# Of the tests of one function, so that XLA compiles it for one shape.
+SHAPE = (9, 4, 2)
+
+
 @pytest.mark.parametrize("name", FUNCTIONS)
-def test_function_is_compiled_and_has_the_derivatives_of_float32(name):
-    function = FUNCTIONS[name]
-    x, upstream = data((3, 5, 2, 7), mean=0.0)
-    found, graph = on_gpu(gradients_of(function), x, upstream)
+def test_function_is_compiled_and_has_the_gradient_of_float32(name):
+    function = gradients_of(FUNCTIONS[name])
+    x, upstream = data(SHAPE, mean=0.0)
+    found, graph = on_gpu(function, x, upstream)
     assert compiled_calls(graph) == 2
-    assert_close(found, gradients_of(function)(*in_float(32, x, upstream)))
-    found, _ = on_gpu(penalty_gradient_of(function), x, upstream)
-    assert_close(found, penalty_gradient_of(function)(*in_float(32, x, upstream)))
+    assert_close(found, function(*in_float(32, x, upstream)))
+
+
+def test_function_has_the_second_derivative_of_float32():
+    function = penalty_gradient_of(FUNCTIONS["softmax of an inner axis"])
+    x, upstream = data(SHAPE, mean=0.0)
+    found, _ = on_gpu(function, x, upstream)
+    assert_close(found, function(*in_float(32, x, upstream)))
 
 
 NONFINITE = [np.inf, -np.inf, np.nan]
@@ -217,7 +227,7 @@ NONFINITE = [np.inf, -np.inf, np.nan]
 def test_inf_and_nan_arrive_where_they_do_in_float32_under_xla(name):
     function = gradients_of(FUNCTIONS[name])
     # One of them in each row: as an input, or as a gradient of finite inputs on either side.
-    inputs = np.tile(np.array([0.5, -4.0, -1.0, 4.0])[:, None], (9, 1, 2))
+    inputs = np.tile(np.array([0.5, -4.0, -1.0, 4.0])[:, None], (SHAPE[0], 1, SHAPE[2]))
     upstream = np.ones_like(inputs)
     for row, value in enumerate(NONFINITE):
         inputs[row, 0, 0] = upstream[row + 3, 1, 0] = upstream[row + 6, 3, 0] = value
@@ -235,18 +245,14 @@ def test_inf_and_nan_arrive_where_they_do_in_float32_under_xla(name):
         assert np.isfinite(found[1][gradient]).sum() == 0
 
 
-@pytest.mark.parametrize(
-    "name", ["gelu", "softmax", "LayerNormalization", "BatchNormalization", "attention"]
-)
+@pytest.mark.parametrize("name", ["softmax", "LayerNormalization", "BatchNormalization"])
 def test_forward_accumulator_has_the_directional_derivative_of_float32(name):
-    by_row = with_weights(layers.LayerNormalization(), (3, 5, 2, 7))
-    by_channel = with_weights(layers.BatchNormalization(), (3, 5, 2, 7))
+    by_row = with_weights(layers.LayerNormalization(), (3, 5, 7))
+    by_channel = with_weights(layers.BatchNormalization(), (3, 5, 7))
     function = {
-        "gelu": ops.gelu,
         "softmax": ops.softmax,
         "LayerNormalization": by_row,
         "BatchNormalization": lambda x: by_channel(x, training=True),
-        "attention": lambda x: ops.dot_product_attention(x, x, x, scale=0.05),
     }[name]
 
     def directional_derivative(x, direction):
@@ -254,7 +260,7 @@ def test_forward_accumulator_has_the_directional_derivative_of_float32(name):
             y = function(x)
         return accumulator.jvp(y)
 
-    x, direction = data((3, 5, 2, 7), mean=0.0)
+    x, direction = data((3, 5, 7), mean=0.0)
     found, graph = on_gpu(directional_derivative, x, direction)
     assert compiled_calls(graph) >= 1
     expected = directional_derivative(*in_float(32, x, direction))
@@ -393,14 +399,10 @@ def test_code_of_keras_runs_elsewhere(where):
     np.testing.assert_array_equal(found[0], found[1])
 
 
-def model_with_all_parts():
-    keras.utils.set_random_seed(0)
+def model_with_parts():
     x = inputs = keras.Input((6, 16))
-    x = layers.GroupNormalization(4)(x)
-    x = x + layers.MultiHeadAttention(2, 8)(x, x)
-    x = x + layers.MultiHeadAttention(2, 8, dropout=0.1)(x, x, use_causal_mask=True)
-    x = layers.Dense(32, activation="gelu")(layers.LayerNormalization()(x))
-    x = layers.Dense(8, activation="silu")(layers.RMSNormalization()(x))
+    x = x + layers.MultiHeadAttention(1, 8)(x, x)
+    x = layers.Dense(8, activation="gelu")(layers.LayerNormalization()(x))
     x = layers.BatchNormalization()(x)
     return keras.Model(inputs, layers.Dense(1, dtype="float32")(layers.Flatten()(x)))
 
@@ -416,8 +418,8 @@ def test_model_is_trained_and_evaluated_with_compiled_parts_and_its_export_needs
     random = np.random.default_rng(0)
     x = random.normal(size=(12, 6, 16)).astype("float32")
     y = x.mean((1, 2))[:, None]
-    model = model_with_all_parts()
-    model.compile("adam", "mse", jit_compile=False)
+    model = model_with_parts()
+    model.compile(keras.optimizers.SGD(0.01), "mse", jit_compile=False)
     with traced_for_gpu():
         # The last batch has fewer rows.
         history = model.fit(x, y, batch_size=8, epochs=3, verbose=0, validation_data=(x, y)).history
@@ -440,8 +442,7 @@ class NotesWhetherPartsCompile(layers.Layer):
         return x
 
 
-@pytest.mark.parametrize("replicas", [1, 2])
-@pytest.mark.parametrize("method", ["evaluate", "predict"])
+@pytest.mark.parametrize(("method", "replicas"), [("evaluate", 2), ("predict", 1)])
 def test_evaluate_and_predict_compile_parts_and_exports_and_calls_do_not(
     method, replicas, two_replicas, tmp_path
 ):
@@ -477,10 +478,11 @@ def test_step_of_the_model_itself_is_called(method):
 
 @pytest.mark.parametrize("compiles", [True, False])
 def test_steps_compile_parts_unless_the_optimizer_must_not_compile(compiles):
-    model = model_with_all_parts()
+    stack = [layers.Dense(4), layers.LayerNormalization(), layers.Dense(1)]
+    model = keras.Sequential([keras.Input((4,)), *stack])
     options = {} if compiles else {"jit_compile": False}
     model.compile(kmp.wrap("sgd", **options), "mse", jit_compile=False)
-    x, y = tf.zeros([4, 6, 16]), tf.zeros([4, 1])
+    x, y = tf.zeros([4, 4]), tf.zeros([4, 1])
     step = tf.function(lambda x, y: model.train_step((x, y)), autograph=False)
     with traced_for_gpu():
         names = operation_names(step.get_concrete_function(x, y).graph)
@@ -515,7 +517,9 @@ def test_no_shape_of_a_part_warns_that_it_is_traced(caplog):
     assert "retracing" not in caplog.text
 
 
-def test_graphs_are_freed_with_the_programs_of_a_search_over_widths():
+def test_graphs_are_freed_with_the_programs_of_a_search_over_widths(monkeypatch):
+    uncached = compiled_parts._program.__wrapped__
+    monkeypatch.setattr(compiled_parts, "_program", functools.lru_cache(maxsize=4)(uncached))
     programs = set()
 
     def trace(widths):
@@ -533,5 +537,5 @@ def test_graphs_are_freed_with_the_programs_of_a_search_over_widths():
 
     trace(range(1, 3))
     assert len(programs) == 4  # two for each width
-    live = trace(range(3, 141))
-    assert trace(range(141, 181)) <= live
+    live = trace(range(3, 6))
+    assert trace(range(6, 12)) <= live
