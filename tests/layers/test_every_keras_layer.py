@@ -292,16 +292,31 @@ for number, inputs in enumerate((SEQUENCE, IMAGES, VOLUME), 1):
         dropout(np.ones((64, *[2] * number, 64), "float32"), rate=0.5)
     ]
 
+# Under XLA, CI tests the layers for which kmp has code of its own or a rule, and one of each kind
+# of computation; the others each week.
+UNDER_XLA_IN_CI = {
+    *("BatchNormalization", "GroupNormalization", "LayerNormalization", "RMSNormalization"),
+    *("Softmax", "SpectralNormalization", "Activation", "Attention", "MultiHeadAttention"),
+    *("ActivityRegularization", "Masking", "TFSMLayer", "UnitNormalization", "UpSampling2D"),
+    *("AveragePooling2D", "GlobalAveragePooling1D"),
+    *("Conv2D", "Dense", "Dropout", "Embedding", "GRU"),
+}
+# kmp has no code that tells sequences and volumes from images.
+OTHER_RANKS = {
+    f"{name[:-2]}{number}D" for name in CASES if name.endswith("2D") for number in (1, 3)
+} - {"GlobalAveragePooling1D"}
+# Of the layers that draw an augmentation from other layers, one will do.
+EACH_WEEK = OTHER_RANKS | {"RandAugment"}
 PARAMETERS = []
 for name in sorted(set(CASES) & set(dir(layers))):  # some exist only in later Keras versions
     for each_case in CASES[name]:
         each_case.layer_class = getattr(layers, name)
         case_id = "-".join(filter(None, [name, each_case.name]))
-        PARAMETERS.append(pytest.param(each_case, False, id=f"{case_id}-graph"))
+        marks = [pytest.mark.exhaustive] * (name in EACH_WEEK)
+        PARAMETERS.append(pytest.param(each_case, False, id=f"{case_id}-graph", marks=marks))
         if each_case.has_xla and not each_case.is_raw:
-            PARAMETERS.append(
-                pytest.param(each_case, True, id=f"{case_id}-xla", marks=pytest.mark.slow)
-            )
+            mark = pytest.mark.slow if name in UNDER_XLA_IN_CI else pytest.mark.exhaustive
+            PARAMETERS.append(pytest.param(each_case, True, id=f"{case_id}-xla", marks=mark))
 # TensorFlow has these kernels for GPUs and in XLA.
 NO_FLOAT16_KERNEL_ON_CPU = {
     "AdaptiveAveragePooling3D",
