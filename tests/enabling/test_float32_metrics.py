@@ -84,8 +84,15 @@ MODES = {
 }
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("cls", [OwnSteps, OwnComputeMetrics])
+@pytest.mark.parametrize(
+    ("cls", "mode"),
+    [
+        (OwnSteps, "eager"),
+        (OwnSteps, "several steps"),
+        (OwnSteps, "xla"),
+        (OwnComputeMetrics, "graph"),
+    ],
+)
 def test_code_of_a_model_updates_metrics_in_float32(enabled, cls, mode):
     model = model_of(cls, **MODES[mode])
     logs = model.fit(X, Y, batch_size=4, verbose=0).history

@@ -163,7 +163,9 @@ def test_own_optimizer_under_a_strategy_warns_and_the_step_is_not_compiled(two_r
     assert float(weight[0]) == 1.0 - 2 * 0.25
 
 
-@pytest.mark.parametrize("name", ["adam", "rmsprop", "sgd", "adagrad"])
+@pytest.mark.parametrize(
+    "name", ["adam", pytest.param("rmsprop", marks=pytest.mark.exhaustive), "sgd", "adagrad"]
+)
 def test_compiled_sparse_gradients_of_any_number_of_rows_train_as_those_of_keras(name):
     """An optimizer computes with each row of a sparse gradient, also with several of one index."""
 
@@ -182,7 +184,7 @@ def test_compiled_sparse_gradients_of_any_number_of_rows_train_as_those_of_keras
             gradient = tf.IndexedSlices(optimizer.scale_loss(rows), indices, tf.constant([6, 2]))
             optimizer.apply([gradient], [table])
 
-        for indices in ([3, 1, 3], [0, 5, 0, 0, 2], [4]):
+        for indices in ([3, 1, 3], [0, 5, 0, 0, 2]):
             step(tf.ones([len(indices), 2]) * 0.5, tf.constant(indices))
         return table.numpy()
 

@@ -27,11 +27,6 @@ def strategy(two_replicas):
     return two_replicas
 
 
-@pytest.fixture(params=[False, True], ids=["", "compiled step"])
-def jit_compile(request):
-    return request.param
-
-
 def make_model(strategy, compiles_step=False, **arguments):
     keras.utils.set_random_seed(0)
     with strategy.scope():
@@ -107,15 +102,12 @@ def assert_shared_state_is_equal(strategy, model):
     assert_equal(*values_per_replica(strategy, shared))
 
 
-@pytest.mark.parametrize(
-    ("jit_compile", "compiles_passes"),
-    [(False, False), (True, False), (True, True)],
-    ids=["", "compiled step", "compiled passes"],
-)
+# A test below compares the compiled step with the one that is not compiled.
+@pytest.mark.parametrize("is_compiled", [False, True], ids=["", "compiled step and passes"])
 def test_overflow_or_empty_batch_on_any_replica_skips_the_step_on_all_and_a_stuck_training_stops(
-    strategy, jit_compile, compiles_passes
+    strategy, is_compiled
 ):
-    model = make_model(strategy, jit_compile, jit_compile=compiles_passes)
+    model = make_model(strategy, is_compiled, jit_compile=is_compiled)
     recorder = StateRecorder(strategy)
     x, y = batches([*CORRUPTION_BY_STEP, (0.0, ())])
     fit_data(model, (x[:-7], y[:-7]), [recorder])  # one row in the last batch, on the first replica
@@ -133,8 +125,8 @@ def test_overflow_or_empty_batch_on_any_replica_skips_the_step_on_all_and_a_stuc
         )
 
 
-def test_custom_loop_skips_the_step_on_all_replicas_and_guard_restores_each(strategy, jit_compile):
-    model = make_model(strategy, jit_compile)
+def test_custom_loop_skips_the_step_on_all_replicas_and_guard_restores_each(strategy):
+    model = make_model(strategy, compiles_step=True)
     optimizer, loss_function = (
         model.optimizer,
         keras.losses.SparseCategoricalCrossentropy(reduction="sum"),

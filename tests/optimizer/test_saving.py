@@ -242,9 +242,15 @@ def test_state_of_a_float32_run_goes_on_under_enable(tmp_path, make):
     assert fresh.optimizer.snapshot().overflow_count == 0
 
 
-@pytest.mark.parametrize("make", [adam_with_a_schedule, lambda: keras.optimizers.SGD(0.1)])
-@pytest.mark.parametrize("wrapper", [OURS, STOCK])
-@pytest.mark.parametrize("file", ["x.weights.h5", "x.keras"])
+@pytest.mark.parametrize(
+    ("wrapper", "make", "file"),
+    [
+        (OURS, adam_with_a_schedule, "x.weights.h5"),
+        (OURS, lambda: keras.optimizers.SGD(0.1), "x.keras"),
+        (STOCK, adam_with_a_schedule, "x.keras"),
+        (STOCK, lambda: keras.optimizers.SGD(0.1), "x.weights.h5"),
+    ],
+)
 def test_state_of_a_float16_run_goes_on_in_float32(tmp_path, wrapper, make, file):
     keras.config.set_dtype_policy("mixed_float16")
     trained = compiled_model(wrapper(make()), run_eagerly=True)
@@ -340,11 +346,16 @@ def unwrapped(optimizer):
     return optimizer
 
 
+# What is in a checkpoint, and both wrappers.
+WRAPPERS_AND_PARTS = [
+    (OURS, ("model",)),
+    (OURS, ("optimizer",)),
+    (STOCK, ("model", "optimizer")),
+]
 NUMBERED = [adam_with_a_schedule, lambda: keras.optimizers.Nadam(0.1)]
 
 
-@pytest.mark.parametrize("parts", [("model",), ("model", "optimizer"), ("optimizer",)])
-@pytest.mark.parametrize("wrapper", [OURS, STOCK])
+@pytest.mark.parametrize(("wrapper", "parts"), WRAPPERS_AND_PARTS)
 def test_checkpoint_of_a_plain_optimizer_goes_on_in_a_wrapped_one(
     tmp_path, enabled, wrapper, parts
 ):
@@ -363,8 +374,7 @@ def test_checkpoint_of_a_plain_optimizer_goes_on_in_a_wrapped_one(
     assert int(optimizer.iterations) == 4
 
 
-@pytest.mark.parametrize("parts", [("model",), ("model", "optimizer"), ("optimizer",)])
-@pytest.mark.parametrize("wrapper", [OURS, STOCK])
+@pytest.mark.parametrize(("wrapper", "parts"), WRAPPERS_AND_PARTS)
 def test_checkpoint_of_a_wrapped_optimizer_goes_on_in_a_plain_one(tmp_path, wrapper, parts):
     trained = trained_with(wrapper, adam_with_a_schedule)
     path = checkpoint_of(trained, parts).save(str(tmp_path / "x"))

@@ -29,8 +29,8 @@ def fit(model, x, **options):
     model.fit(x, np.zeros((len(x), 1)), verbose=0, shuffle=False, **{"batch_size": 8} | options)
 
 
-# Other tests use the mode graph.
-@pytest.mark.parametrize("mode", ["eager", "xla", "steps_per_execution"])
+# Here and below, each mode is in some of the tests.
+@pytest.mark.parametrize("mode", ["eager", "steps_per_execution"])
 def test_requested_batch_and_skipped_batches_are_captured(mode):
     model, capture = captured_model(mode)
     x = np.linspace(-1, 1, 60, dtype="float32").reshape(20, 3)
@@ -127,7 +127,7 @@ class Graph(keras.Model):
         return tf.gather(outputs, tf.range(4))
 
 
-@pytest.mark.parametrize("mode", ["graph", "xla", "steps_per_execution"])
+@pytest.mark.parametrize("mode", ["graph", "xla"])
 def test_skipped_step_is_found_among_later_ones_with_its_loss_scale(mode):
     model, capture = captured_model(mode)
     x = np.linspace(-1, 1, 288, dtype="float32").reshape(96, 3)
@@ -198,7 +198,7 @@ def test_batches_of_another_structure_are_kept_and_none_is_consumed_twice():
 
 
 @pytest.mark.filterwarnings("ignore:Your input ran out of data")
-@pytest.mark.parametrize("mode", ["graph", "xla", "steps_per_execution"])
+@pytest.mark.parametrize("mode", ["graph", "steps_per_execution"])
 def test_skipped_step_is_found_where_the_iterator_has_ended_before(mode):
     model, capture = captured_model(mode)
     x = np.linspace(-1, 1, 60, dtype="float32").reshape(20, 3)
@@ -220,14 +220,14 @@ def test_batches_of_train_on_batch_are_kept():
     np.testing.assert_array_equal(capture.read().data[0], x)
 
 
-@pytest.mark.parametrize("mode", ["graph", "xla", "steps_per_execution"])
+@pytest.mark.parametrize("mode", ["graph", "xla"])
 def test_kept_batches_change_no_bit_of_a_training(mode):
-    x = np.random.default_rng(0).normal(size=(60, 3)).astype("float32")
+    x = np.random.default_rng(0).normal(size=(56, 3)).astype("float32")
     x[20] = np.inf
 
     def weights(is_captured):
         keras.utils.set_random_seed(0)
-        model = sequential(keras.layers.Dense(1), shape=(3,), optimizer="adam", **MODES[mode])
+        model = sequential(keras.layers.Dense(1), shape=(3,), optimizer="sgd", **MODES[mode])
         if is_captured:
             with_capture(model)
         fit(model, x, epochs=2)
@@ -252,11 +252,10 @@ def loop_of(model, **options):
     return step
 
 
-@pytest.mark.parametrize("is_xla", [False, True])
-def test_skipped_step_of_a_loop_is_kept_through_later_ones_without_a_branch(is_xla):
+def test_skipped_step_of_a_loop_is_kept_through_later_ones_without_a_branch():
     model, capture = captured_model("graph")
     model.optimizer.build(model.trainable_variables)
-    step = loop_of(model, jit_compile=is_xla)
+    step = loop_of(model, jit_compile=True)
     x = np.linspace(-1, 1, 120, dtype="float32").reshape(40, 3)
     x[17] = np.nan
     for start in (0, 8, 16, 24, 32):
@@ -338,7 +337,7 @@ def test_ragged_batch_is_replayed_as_a_whole():
     [
         (100, "eager", True, [9, 9, 4]),
         (50, "eager", True, None),  # it is too large
-        (100, "xla", True, None),
+        pytest.param(100, "xla", True, None, marks=pytest.mark.exhaustive),
         (100, "xla", False, None),
     ],
 )

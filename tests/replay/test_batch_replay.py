@@ -220,8 +220,8 @@ def test_cure_of_an_overflow_keeps_the_gradients_of_another_branch():
     [
         (1e-3, 2.0**15),  # not flushed at the usable scale
         (1e-20, 2.0**15),  # also flushed at the initial scale, without any overflow
-        (1e-11, 2.0**4),  # flushed there too
-        (0.0, 2.0**15),
+        pytest.param(1e-11, 2.0**4, marks=pytest.mark.exhaustive),  # flushed there too
+        pytest.param(0.0, 2.0**15, marks=pytest.mark.exhaustive),
     ],
 )
 def test_branch_that_no_change_would_keep_or_lose_does_not_change_the_cure(weight, initial_scale):
@@ -312,7 +312,7 @@ def test_invalid_targets_are_found_without_a_pass():
     assert replayed(model, y=np.arange(ROWS) % 3 - 1).batch.invalid_targets == expected
 
 
-@pytest.mark.parametrize("value", [np.nan, 7e4])
+@pytest.mark.parametrize("value", [pytest.param(np.nan, marks=pytest.mark.exhaustive), 7e4])
 def test_batch_with_nan_or_too_large_inputs_is_named(value):
     x = np.ones((ROWS, 4), "float32")
     x[3, 2] = value

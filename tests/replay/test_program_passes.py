@@ -44,15 +44,17 @@ class InFunction(keras.Sequential):
         return {"loss": loss}
 
 
-def replayed(
-    function, mode, examples=32, model_class=keras.Sequential, loss_scale=2.0**10, **context
-):
+def trained(function, mode, model_class=keras.Sequential):
     hidden = [keras.Input((6,)), Head(function), layers.Dense(1, dtype="float32")]
     model = model_class(hidden, name="net")
     optimizer = kmp.LossScaleOptimizer("sgd", initial_scale=2.0**10)
     model.compile(optimizer, "mse", **MODES[mode])
     model.fit(X, Y, batch_size=32, verbose=0)
-    kind = "keras" if model_class is keras.Sequential else "user"
+    return model
+
+
+def replayed(model, examples=32, loss_scale=2.0**10, **context):
+    kind = "keras" if type(model) is keras.Sequential else "user"
     variables = {each.path: each for each in model.trainable_variables}
     graph = guarded_step_of(model).graphs[None][0]
     passes = Passes(model, (X[:examples], Y[:examples]), graph, variables, kind=kind)
@@ -61,7 +63,7 @@ def replayed(
 
 @pytest.mark.parametrize(("mode", "is_lost"), [("graph", True), ("xla", False)])
 def test_harm_counts_if_the_program_that_trains_has_it(mode, is_lost):
-    found = replayed(offset, mode)
+    found = replayed(trained(offset, mode))
     assert is_harmful(found) == is_lost
     assert found.float32_layers == (["net/head"] if is_lost else [])
     assert (found.comparison.output_error < 0.01) == (not is_lost)
@@ -73,20 +75,21 @@ def test_failure_that_only_the_program_that_trains_has_is_found():
     def function(x):
         return -ops.log(ops.sigmoid(-14.0 * x)) / 14.0
 
-    assert replayed(function, "graph", failed="loss").is_finite
-    found = replayed(function, "xla", failed="loss")
+    assert replayed(trained(function, "graph"), failed="loss").is_finite
+    found = replayed(trained(function, "xla"), failed="loss")
     assert not found.is_finite
     assert found.is_finite_in_float32
     assert found.float32_layers == ["net/head"]
     assert found.overflow.outputs[0] == "net/head"
 
 
-@pytest.mark.parametrize("failed", [None, "gradients"])
-def test_pass_that_is_infinite_operation_by_operation_only_is_that_of_the_training(failed):
-    found = replayed(lambda x: ops.log(ops.exp(14.0 * x)) / 14.0, "xla", failed=failed)
-    assert found.is_finite
-    assert found.search is None
-    assert not is_harmful(found)
+def test_pass_that_is_infinite_operation_by_operation_only_is_that_of_the_training():
+    model = trained(lambda x: ops.log(ops.exp(14.0 * x)) / 14.0, "xla")
+    for failed in (None, "gradients"):
+        found = replayed(model, failed=failed)
+        assert found.is_finite
+        assert found.search is None
+        assert not is_harmful(found)
 
 
 def test_overflow_of_gradients_asks_for_a_lower_scale_where_xla_computes_finite_outputs():
@@ -95,7 +98,7 @@ def test_overflow_of_gradients_asks_for_a_lower_scale_where_xla_computes_finite_
             return super().call(inputs) * 60000.0 / 50000.0
 
     head = Quotient(6, kernel_initializer=keras.initializers.Identity(4.0))
-    found = replayed(head, "xla", loss_scale=2.0**24)
+    found = replayed(trained(head, "xla"), loss_scale=2.0**24)
     assert not found.is_finite
     assert found.search.is_found
     assert found.search.layers == []
@@ -103,7 +106,7 @@ def test_overflow_of_gradients_asks_for_a_lower_scale_where_xla_computes_finite_
 
 
 def test_step_in_a_function_is_replayed():
-    found = replayed(offset, "graph", model_class=InFunction)
+    found = replayed(trained(offset, "graph", InFunction))
     assert is_harmful(found)
     assert found.float32_layers == ["net/head"]
 
@@ -125,8 +128,7 @@ class TwoOptimizers(keras.Sequential):
         return {"loss": loss}
 
 
-@pytest.mark.parametrize(("number", "sign"), [(0, 1.0), (1, -3.0)])
-def test_gradients_are_those_of_the_watched_optimizer(number, sign):
+def test_gradients_are_those_of_the_watched_optimizer():
     hidden = [keras.Input((6,)), layers.Dense(4), layers.Dense(1, dtype="float32")]
     model = TwoOptimizers(hidden)
     optimizers = [kmp.LossScaleOptimizer("sgd", initial_scale=2.0**10) for _ in range(2)]
@@ -134,10 +136,11 @@ def test_gradients_are_those_of_the_watched_optimizer(number, sign):
     model.fit(X, Y, batch_size=32, verbose=0)
     variables = {each.path: each for each in model.trainable_variables}
     graph = guarded_step_of(model).graphs[None][0]
-    passes = Passes(model, (X, Y), graph, variables, watched=optimizers[number], kind="user")
-    found = passes.in_float32()
     bias = model.layers[-1].bias
-    np.testing.assert_allclose(found.gradients[bias.path], [sign], rtol=1e-5)
+    for optimizer, sign in zip(optimizers, (1.0, -3.0), strict=True):
+        passes = Passes(model, (X, Y), graph, variables, watched=optimizer, kind="user")
+        found = passes.in_float32()
+        np.testing.assert_allclose(found.gradients[bias.path], [sign], rtol=1e-5)
 
 
 def test_failure_of_the_whole_batch_is_explained_by_its_operations():
@@ -146,6 +149,6 @@ def test_failure_of_the_whole_batch_is_explained_by_its_operations():
             self.add_loss(1e-9 * ops.sum(inputs * 800.0))
             return inputs
 
-    found = replayed(Penalty(), "graph", examples=8, failed="loss")
+    found = replayed(trained(Penalty(), "graph"), examples=8, failed="loss")
     assert not found.is_finite
     assert [each.operation for each in found.operations][:1] == ["Sum"]
