@@ -262,14 +262,15 @@ def test_slices_with_lists_as_indices_are_added(enabled):
     np.testing.assert_array_equal(total, np.full((2, 2), 2.0))
 
 
-@pytest.mark.parametrize("arguments", [{"jit_compile": False}, {"run_eagerly": True}])
-def test_converted_model_promotes_without_enable(arguments):
+def test_converted_model_promotes_without_enable():
     model = keras.Sequential(
         [keras.Input((4,)), keras.layers.Dense(3), Noisy(), keras.layers.Dense(1)]
     )
-    model.compile("sgd", "mse", **arguments)
+    model.compile("sgd", "mse", jit_compile=False)
     x = np.ones((8, 4), "float32")
-    for converted in (kmp.convert(model), kmp.convert(model, batch=x)):
+    in_graph, eager = kmp.convert(model), kmp.convert(model, batch=x)
+    eager.run_eagerly = True
+    for converted in (in_graph, eager):
         assert converted.layers[1].compute_dtype == "float16"
         assert converted(x).dtype == tf.float32
         assert np.isfinite(converted.predict(x, verbose=0)).all()

@@ -59,8 +59,9 @@ def policies_in(path):
 
 
 @pytest.mark.filterwarnings("ignore:.*HDF5")
-@pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])
-@pytest.mark.parametrize("file", ["model.keras", "model.h5"])
+@pytest.mark.parametrize(
+    ("file", "policy"), [("model.keras", "mixed_float16"), ("model.h5", "mixed_bfloat16")]
+)
 def test_loaded_model_predicts_what_the_saved_one_did(tmp_path, file, policy):
     expected = saved_by_kmp(tmp_path / file, policy)
     loaded = keras.models.load_model(tmp_path / file, compile=False)
