@@ -275,7 +275,7 @@ def test_without_the_names_of_a_graph_convert_raises_an_error(monkeypatch, recwa
         train_and_convert()
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @allowed
 @pytest.mark.parametrize(
     "name", [each.where for each in PRIVATE_NAMES if each.where not in NEEDED_BY_CONVERT]
@@ -287,15 +287,17 @@ def test_a_missing_name_costs_its_promise_only(monkeypatch, recwarn, name):
     assert all(re.split(r"[.:]", each)[-1] == attribute for each in missing_names(recwarn))
 
 
-# The quick ones, of those that are applied at other times.
-QUICK = ("compile", "assign", "get_global_attribute", "_internal_operation_seed")
+# In CI: of those that are applied at other times.
+IN_CI = ("compile", "assign", "get_global_attribute", "_internal_operation_seed")
 
 
 @allowed
 @pytest.mark.parametrize(
     "patch",
     [
-        pytest.param(patch, id=patch.name, marks=() if patch.name in QUICK else pytest.mark.slow)
+        pytest.param(
+            patch, id=patch.name, marks=() if patch.name in IN_CI else pytest.mark.exhaustive
+        )
         for patch in PATCHES
     ],
 )
