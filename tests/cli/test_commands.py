@@ -11,9 +11,10 @@ import keras
 import pytest
 import tensorflow as tf
 
+import kmp_bench
 from kmp.records import Header, Record, Settings
 from kmp.records.jsonl import to_line
-from kmp_bench import precision
+from kmp_bench import Step, StepComparison, precision
 from kmp_bench.measurement import Measurement, MeasurementError
 from kmp_cli import main
 
@@ -353,9 +354,19 @@ def test_bench_without_results_leaves_existing_files_unchanged(run_bench, tmp_pa
 
 
 def test_bench_measures_a_saved_model_and_a_function_of_a_module(tmp_path, capsys, monkeypatch):
+    def compare(model, **options):
+        """In the place of `kmp_bench.compare`, which bench/test_comparing.py tests."""
+        if not isinstance(model, keras.Model):
+            model, _ = model()
+        asked.append(options)
+        is_compiled.append(model.compiled)
+        steps = (Step("float32", "graph", (0.5,)), Step("mixed_float16", "graph", (0.25,)))
+        return StepComparison(model.name, "4 x 2 float32", steps, limit="Nothing limits it.")
+
+    asked, is_compiled = [], []
+    monkeypatch.setattr(kmp_bench, "compare", compare)
     monkeypatch.chdir(tmp_path)
-    dense = keras.layers.Dense(8), keras.layers.Dense(1)
-    model = keras.Sequential([keras.Input((2,)), *dense], name="saved")
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)], name="saved")
     model.compile("sgd", "mse", run_eagerly=True)
     model.save("saved.keras")
     (tmp_path / "of_a_user.py").write_text(
@@ -365,13 +376,22 @@ def test_bench_measures_a_saved_model_and_a_function_of_a_module(tmp_path, capsy
         "    model.compile('sgd', 'mse')\n"
         "    return model, (numpy.ones((4, 2)), numpy.ones((4, 1)))\n"
     )
-    for argument, name in (("saved.keras", "saved"), ("of_a_user:make", "made")):
-        assert main(["bench", argument, "--quick", "--json", "new/results.json"]) == 0
+    for arguments, name in (
+        (["saved.keras", "--batch", "4"], "saved"),
+        (["of_a_user:make", "--quick"], "made"),
+    ):
+        assert main(["bench", *arguments, "--json", "new/results.json"]) == 0
         results = json.loads((tmp_path / "new" / "results.json").read_text())
         assert results["model"] == name
+        assert results["limit"] == "Nothing limits it."
         assert results["limit"] in " ".join(capsys.readouterr().out.split())
-        assert len([each for each in results["results"] if each["section"] == "step"]) == 6
+        assert len([each for each in results["results"] if each["section"] == "step"]) == 2
         assert results["tensorflow"] == tf.__version__
+    assert is_compiled == [True, True]
+    assert asked == [
+        {"batch_size": 4, "steps": 20, "rounds": 5},
+        {"batch_size": None, "steps": 5, "rounds": 2},
+    ]
 
 
 def test_names_of_a_model_file_reach_the_terminal_escaped(tmp_path, capsys):
