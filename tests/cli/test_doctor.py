@@ -26,6 +26,17 @@ CUDA_BUILD = {  # of TensorFlow 2.21
 }
 
 
+@pytest.fixture(scope="module")
+def packages():
+    """The packages of this environment: to list them takes most of a second."""
+    return importlib.metadata.packages_distributions()
+
+
+@pytest.fixture(autouse=True)
+def listed_once(monkeypatch, packages):
+    monkeypatch.setattr(importlib.metadata, "packages_distributions", lambda: packages)
+
+
 @pytest.fixture
 def nvidia_smi(monkeypatch, tmp_path):
     """Returns a function that installs a `nvidia-smi` with an output and exit status."""
