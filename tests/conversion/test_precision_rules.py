@@ -180,7 +180,7 @@ def test_layers_have_the_category_of_their_source(layer, category):
             NEEDS_FLOAT32,
             lambda x: ops.scan(lambda carry, row: (carry + row, row), ops.max(x, axis=0), x)[0],
         ),
-        *each(NEEDS_FLOAT32, lambda x: ops.associative_scan(lambda a, b: a * b, x)),
+        *each(NEEDS_FLOAT32, lambda x: ops.associative_scan(lambda a, b: a * b, x, axis=1)),
         *each(NEEDS_FLOAT32, lambda x: ops.fori_loop(0, 3, lambda i, value: value * value, x)),
         *each(NEEDS_FLOAT32, lambda x: ops.switch(0, [lambda value: value * value], x)),
         *each(
