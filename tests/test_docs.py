@@ -145,10 +145,18 @@ def python_blocks(text):
     return re.findall(r"(?s)```python\n(.*?)```", text)
 
 
-@pytest.mark.parametrize(
-    "page",
-    [page for page, text in GUIDE_PAGES.items() if python_blocks(text) and page != "questions"],
-)
+# Their trainings take long, and repeat what has tests of its own: conversion/, several devices in
+# each folder, saved and resumed trainings in optimizer/ and callbacks/. The code of the Chinese
+# guide is in the English pages: see test_readme.py.
+LONG_PAGES = ["devices", "guide.zh-CN", "pretrained", "resume"]
+RUNNING_PAGES = [
+    pytest.param(page, marks=[pytest.mark.exhaustive] if page in LONG_PAGES else [])
+    for page, text in GUIDE_PAGES.items()
+    if python_blocks(text) and page != "questions"
+]
+
+
+@pytest.mark.parametrize("page", RUNNING_PAGES)
 def test_python_blocks_of_the_guide_run_from_top_to_bottom(
     page, tmp_path, monkeypatch, two_replicas
 ):

@@ -52,7 +52,7 @@ def test_200_corrupt_batches_in_a_row_with_the_callback():
     model = compiled()
     before = model.get_weights()
     with pytest.raises(kmp.callbacks.StuckError, match="the last 100 steps were skipped"):
-        fit_data(model, corrupt_data(clean=0), kmp.callbacks.defaults())
+        fit_data(model, corrupt_data(clean=0), without_replays())
     assert model.optimizer.snapshot().step == 100
     assert_equal(before, model.get_weights())
 

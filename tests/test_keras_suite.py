@@ -34,6 +34,8 @@ def test_keras_own_tests_of_the_loss_scale_optimizer_pass_on_that_of_kmp(monkeyp
     run(loss_scale_optimizer_test)
 
 
+# enabling/ and optimizer/ have tests of what kmp adds to an optimizer in float32.
+@pytest.mark.exhaustive
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_keras_own_tests_of_optimizers_pass_in_a_watched_float32_run():
     with kmp.enable("float32"):
