@@ -36,9 +36,7 @@ def make_model(option, compiles_step="auto", **mode):
     and `mode` are arguments of `compile`.
     """
     x, words = keras.Input((4,), name="x"), keras.Input((), dtype="int32", name="words")
-    joined = keras.layers.Concatenate()(
-        [keras.layers.Dense(4)(x), keras.layers.Embedding(20, 4)(words)]
-    )
+    joined = keras.layers.Concatenate()([x, keras.layers.Embedding(20, 4)(words)])
     hidden = keras.layers.BatchNormalization()(joined)
     model = keras.Model(
         {"x": x, "words": words}, kmp.layers.Softmax()(keras.layers.Dense(2)(hidden))

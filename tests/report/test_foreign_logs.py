@@ -290,9 +290,16 @@ def fuzz(examples):
     )
 
 
-@fuzz(EXAMPLES)
+@fuzz(EXAMPLES // 4)
 @given(changed_logs())
 def test_changed_log_is_refused_with_its_line_or_reported(tmp_path, without_figures, data):
+    assert_refused_with_its_line_or_used(tmp_path / "kmp.jsonl", data, draws=False)
+
+
+@pytest.mark.exhaustive
+@fuzz(EXAMPLES)
+@given(changed_logs())
+def test_each_of_many_changed_logs_is_refused_or_reported(tmp_path, without_figures, data):
     assert_refused_with_its_line_or_used(tmp_path / "kmp.jsonl", data, draws=False)
 
 
