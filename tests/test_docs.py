@@ -146,9 +146,11 @@ def python_blocks(text):
 
 
 # Their trainings take long, and repeat what has tests of its own: conversion/, several devices in
-# each folder, saved and resumed trainings in optimizer/ and callbacks/. The code of the Chinese
-# guide is in the English pages: see test_readme.py.
-LONG_PAGES = ["devices", "guide.zh-CN", "pretrained", "resume"]
+# each folder, saved and resumed trainings in optimizer/test_saving.py, loops and GANs in
+# `test_loop_trains_and_options_are_parsed`, callbacks/test_custom_loops.py and
+# callbacks/test_several_optimizers.py. The code of the Chinese guide is in the English pages: see
+# test_readme.py.
+LONG_PAGES = ["devices", "guide.zh-CN", "loops", "pretrained", "resume"]
 RUNNING_PAGES = [
     pytest.param(page, marks=[pytest.mark.exhaustive] if page in LONG_PAGES else [])
     for page, text in GUIDE_PAGES.items()
