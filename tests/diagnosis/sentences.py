@@ -725,7 +725,7 @@ def verdicts() -> Examples:
     return {
         "an empty run": Run(),
         "sound": training(*of_gradients(wrong("net", 0.02))),
-        "sound, with noise": training(*of_gradients(wrong("net", 0.2, 1.0, 1.4))),
+        "sound, with noise": training(*of_gradients(wrong("net", 0.4, 1.0, 1.4))),
         "sound, without noise": training(*of_gradients(wrong("net", 0.2, 1.0, None))),
         "sound, and converged": training(*of_gradients(wrong("net", 0.02), converged)),
         "sound since a repair": training(
