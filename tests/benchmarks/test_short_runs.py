@@ -11,7 +11,7 @@ import pytest
 
 import kmp_cli
 
-pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
+pytestmark = pytest.mark.filterwarnings("ignore")
 
 # `test_step_operations.py` runs that of `step_operations`, `test_graph_traffic.py` that of
 # `graph_traffic`.
@@ -60,11 +60,13 @@ def test_short_run_of_a_benchmark_writes_its_results(name, tmp_path, monkeypatch
     check(tmp_path / "results.json")
 
 
+@pytest.mark.slow
 def test_short_run_of_the_command_writes_its_results(tmp_path):
     assert kmp_cli.main(["bench", "--quick", "--json", str(tmp_path / "results.json")]) == 0
     check(tmp_path / "results.json")
 
 
+@pytest.mark.slow
 def test_short_run_of_gpu_writes_each_result_and_the_error_of_a_variant(
     tmp_path, monkeypatch, capsys
 ):
@@ -98,6 +100,7 @@ def test_short_run_of_gpu_writes_each_result_and_the_error_of_a_variant(
     assert capsys.readouterr().out.count("not measured") == 4
 
 
+@pytest.mark.slow
 def test_short_run_of_gpu_measures_layers_and_a_replica(tmp_path):
     out = tmp_path / "gpu.json"
     gpu.main(["--quick", "--only", "layers", "replica-graph", "replica-xla", "--out", str(out)])
