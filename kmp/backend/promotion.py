@@ -15,7 +15,6 @@ TensorFlow's errors.
 
 import contextlib
 import functools
-import importlib.util
 import itertools
 import logging
 import sys
@@ -25,6 +24,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import keras
+import optree
 import tensorflow as tf
 from tensorflow.python.eager import core
 
@@ -40,11 +40,9 @@ _LOW = frozenset(map(tf.as_dtype, DTYPES_16_BIT))
 _OPERANDS_DIFFER = "tensor but is a"
 _NEEDS_FLOAT32 = "requested dtype float32 for Tensor"
 _CALLERS = tuple(f"{Path(str(module.__file__)).parent}/" for module in (keras, tf))
-# Keras maps structures of tensors by one of these, which calls it back.
-_MAPPERS = filter(None, map(importlib.util.find_spec, ("optree", "tree")))
 _LIBRARIES = (
     *_CALLERS,
-    *(f"{Path(str(each.origin)).parent}/" for each in _MAPPERS),
+    f"{Path(str(optree.__file__)).parent}/",  # maps Keras' functions over structures
     f"{Path(str(functools.__file__)).parent}/",
     f"{Path(__file__).parent.parent}/",
     *("<frozen ", "<__array_function__"),

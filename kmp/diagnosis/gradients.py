@@ -160,8 +160,9 @@ class Gradients:
         """The share of each gradient that float16 flushed to zero in the last clean replay.
 
         By the path of the variable. Without the variables whose gradient is zero in float32 too.
-        Zero if the loss scale has grown since, because then it flushes less, and where float32's
-        own rounding error of the layer's gradients is larger than all that is flushed.
+        A share is zero if the loss scale has grown since, because then it flushes less. It is also
+        zero if all that is flushed is below float32's rounding error in the sums of the layer's
+        other variables, as it is where the sums of a bias cancel.
         """
         replay = self._clean
         if replay is None or not self.finite:
@@ -169,18 +170,28 @@ class Gradients:
         shares = {} if replay.loss_scale < self._loss_scale else replay.gradients.flushed
         names = [name for name in self.finite[-1].names if name not in replay.gradients.zero]
         largest_flushed = 2.0**FLOAT16.flush_exponent / replay.loss_scale
-        noise: dict[str, float] = {}
-        reference = self._reference_of(replay)
-        if reference:
-            for name, amax in zip(reference.names, reference.amax, strict=True):
-                layer, error = self._model.layer_of(name), float(amax) * unit_roundoff(FLOAT32)
-                noise[layer] = max(noise.get(layer, 0.0), error)
-        return {
-            name: 0.0
-            if largest_flushed < noise.get(self._model.layer_of(name), 0.0)
-            else shares.get(name, 0.0)
-            for name in names
-        }
+        found = dict[str, float]()
+        for name in names:
+            is_noise = largest_flushed < unit_roundoff(FLOAT32) * self._largest_beside(name, replay)
+            found[name] = 0.0 if is_noise else shares.get(name, 0.0)
+        return found
+
+    def _largest_beside(self, name: str, replay: Replay) -> float:
+        """Returns the largest gradient in float32 of the other variables in a variable's layer.
+
+        0 if a replay has none.
+        """
+        reference, layer = self._reference_of(replay), self._model.layer_of(name)
+        if reference is None:
+            return 0.0
+        return max(
+            (
+                float(amax) / reference.loss_scale
+                for other, amax in zip(reference.names, reference.amax, strict=True)
+                if other != name and self._model.layer_of(other) == layer and np.isfinite(amax)
+            ),
+            default=0.0,
+        )
 
     @property
     def flushed_share(self) -> float:

@@ -322,14 +322,22 @@ def test_many_flushed_gradients_ask_for_a_larger_scale(share, is_cause):
     assert names(run) == (["scale_too_small"] if is_cause else [])
 
 
-@pytest.mark.parametrize(("largest", "is_cause"), [(-17, True), (-15, False)])
-def test_what_is_below_the_rounding_error_of_float32_is_not_flushed(largest, is_cause):
-    replay = make_replay(flushed={"net/bias": 0.6})
-    reference = {"net/kernel": gradient(largest), "net/bias": gradient(-42)}
+@pytest.mark.parametrize(
+    ("reference", "flushed", "is_cause"),
+    [
+        ({"net/kernel": gradient(-15), "net/bias": gradient(-42)}, "net/bias", False),
+        ({"net/kernel": gradient(-17), "net/bias": gradient(-42)}, "net/bias", True),
+        ({"other/kernel": gradient(-15), "net/bias": gradient(-42)}, "net/bias", True),
+        # Other elements of the same variable say nothing: a sum of small terms is exact.
+        ({"net/kernel": gradient(-15), "net/bias": gradient(-42)}, "net/kernel", True),
+    ],
+    ids=["noise", "larger than noise", "another layer", "the variable itself"],
+)
+def test_what_is_below_the_rounding_error_beside_it_is_not_flushed(reference, flushed, is_cause):
     records = sampled_at(
         DEFAULT_SCALE,
         {"net/kernel": gradient(0), "net/bias": ALL_ZERO},
-        replay=replay,
+        replay=make_replay(flushed={flushed: 0.6}),
         reference=sample_from(1, 1.0, reference),
     )
     assert names(training(*records)) == (["scale_too_small"] if is_cause else [])

@@ -26,8 +26,9 @@ def comments():
 
 
 def seen_by_threshold():
-    """Returns the last column of the page."""
-    rows = [line for line in PAGE.read_text(encoding="utf-8").splitlines() if line[:3] == "| `"]
+    """Returns the last column of the table of thresholds."""
+    table = PAGE.read_text(encoding="utf-8").removesuffix(causes())
+    rows = [line for line in table.splitlines() if line[:3] == "| `"]
     cells = [row.strip("| ").split(" | ") for row in rows]
     return {each[0].strip("`"): each[-1] for each in cells}
 

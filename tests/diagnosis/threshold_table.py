@@ -59,7 +59,7 @@ ten; an empty cell is beyond that.
 - "{not_seen}".
 
 `python tests/diagnosis/threshold_table.py` writes this page from the runs in
-`tests/diagnosis/recorded`, and a test compares it with them.
+`tests/diagnosis/recorded`, and an exhaustive test compares it with them.
 
 | threshold | from | value | to | read by | limited by |
 | --- | --- | --- | --- | --- | --- |
