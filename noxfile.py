@@ -1,4 +1,4 @@
-"""Runs the quick tests on the versions of Python, Keras and TensorFlow that kmp supports.
+"""Runs the quick and exhaustive tests on the versions of Python, Keras and TensorFlow that kmp supports.
 
 nox                        # all sessions whose Python is installed
 nox -s nightly -- -x -k adam    # one of them; what stands after `--` goes to pytest
@@ -15,9 +15,10 @@ VERSIONS = (
 
 
 def run_tests(session: nox.Session) -> None:
-    """Prints the versions and runs the quick tests."""
+    """Prints the versions and runs the quick and the exhaustive tests."""
     session.run("python", "-c", VERSIONS)
-    session.run("python", "-m", "pytest", "-n", "2", *session.posargs)
+    # Each week: also what repeats tests of CI, as other versions may differ where one does not.
+    session.run("python", "-m", "pytest", "-n", "2", "-m", "not slow", *session.posargs)
 
 
 def install_keras(session: nox.Session, *arguments: str) -> None:

@@ -14,26 +14,26 @@ from tensorflow.python.distribute import mirrored_strategy
 pytestmark = pytest.mark.usefixtures("enabled")
 
 STRATEGIES = ["none", "one replica", "two replicas"]
-# `callbacks/test_batch_replayer.py` replays a batch in each mode.
-CALLBACKS = {"no callbacks": list, "default callbacks": without_replays}
+# Replays are in `callbacks/`, in each mode.
+CALLBACKS = {"no callbacks": list, "callbacks without replays": without_replays}
 # Each mode and each option without a strategy or with one replica, and with two replicas if Keras
 # updates differently then. XLA has a test of its own, and each option under it is in
 # `optimizer/test_skipped_steps.py`.
 CASES = [
-    ("eager", "none", "clipnorm, decay", "default callbacks"),
-    ("graph", "none", "global_clipnorm", "default callbacks"),
+    ("eager", "none", "clipnorm, decay", "callbacks without replays"),
+    ("graph", "none", "global_clipnorm", "callbacks without replays"),
     ("compiled step", "none", "clipnorm, decay", "no callbacks"),
-    ("steps_per_execution", "none", "ema, accumulation", "default callbacks"),
+    ("steps_per_execution", "none", "ema, accumulation", "callbacks without replays"),
     ("eager", "one replica", "ema, accumulation", "no callbacks"),
     ("graph", "one replica", "clipvalue, fixed scale", "no callbacks"),
-    ("graph", "two replicas", "clipnorm, decay", "default callbacks"),
+    ("graph", "two replicas", "clipnorm, decay", "callbacks without replays"),
     # In a graph, Keras has neither under a strategy.
     ("eager", "two replicas", "ema, accumulation", "no callbacks"),
 ]
 # The other pairs of a mode and a strategy that supports it, and of a mode and options.
 RARE_CASES = [
-    ("compiled step", "none", "clipnorm, decay", "default callbacks"),
-    ("eager", "two replicas", "ema, accumulation", "default callbacks"),
+    ("compiled step", "none", "clipnorm, decay", "callbacks without replays"),
+    ("eager", "two replicas", "ema, accumulation", "callbacks without replays"),
     ("compiled step", "none", "ema, accumulation", "no callbacks"),
     ("xla", "none", "clipnorm, decay", "no callbacks"),
     ("graph", "one replica", "clipnorm, decay", "no callbacks"),
@@ -68,7 +68,7 @@ def as_on_a_gpu(monkeypatch):
 
 @pytest.mark.usefixtures("as_on_a_gpu")
 def test_training_under_xla_and_a_strategy_with_one_gpu(scopes):
-    check_training("xla", "one replica", "ema, accumulation", "default callbacks", scopes)
+    check_training("xla", "one replica", "ema, accumulation", "callbacks without replays", scopes)
 
 
 @pytest.mark.parametrize(

@@ -119,19 +119,19 @@ def _compared(run: Observations) -> str:
     if largest is None:
         return f"{outputs}; "
 
-    # What to compare an error of gradients with that is not small.
-    normal = ""
+    # An error that is not small is printed with the limit, or with the noise of a batch.
+    beside = ""
     if largest.error >= thresholds.SMALL_GRADIENT_ERROR:
-        normal = f" (harmful above {thresholds.HARMFUL_GRADIENT_ERROR:.0%})"
+        beside = f" (harmful above {thresholds.HARMFUL_GRADIENT_ERROR:.0%})"
         is_above = largest.error > thresholds.HARMFUL_GRADIENT_ERROR
         if is_above and largest.noise is not None:
-            normal = f" (another batch of this size changes them by {largest.noise:.0%})"
+            beside = f" (another batch of this size changes them by {largest.noise:.0%})"
     have_converged = any(
         len(soundness.unconverged(replay.gradient_errors)) < len(replay.gradient_errors)
         for replay in replays
     )
     until = " until they nearly vanish" if have_converged else ""
-    gradients = f"the gradients of a layer by at most {largest.error:.1%}{until}{normal}"
+    gradients = f"the gradients of a layer by at most {largest.error:.1%}{until}{beside}"
     return f"{outputs}, and {gradients}; "
 
 

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import zipfile
 from pathlib import Path
+from unittest import mock
 
 import keras
 import pytest
@@ -364,7 +365,8 @@ def test_bench_measures_a_saved_model_and_a_function_of_a_module(tmp_path, capsy
         return StepComparison(model.name, "4 x 2 float32", steps, limit="Nothing limits it.")
 
     asked, is_compiled = [], []
-    monkeypatch.setattr(kmp_bench, "compare", compare)
+    replaced = mock.create_autospec(kmp_bench.compare, side_effect=compare)
+    monkeypatch.setattr(kmp_bench, "compare", replaced)
     monkeypatch.chdir(tmp_path)
     model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)], name="saved")
     model.compile("sgd", "mse", run_eagerly=True)
@@ -392,6 +394,19 @@ def test_bench_measures_a_saved_model_and_a_function_of_a_module(tmp_path, capsy
         {"batch_size": 4, "steps": 20, "rounds": 5},
         {"batch_size": None, "steps": 5, "rounds": 2},
     ]
+
+
+@pytest.mark.slow
+def test_bench_of_a_model_prints_what_it_measures(tmp_path, capsys):
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)], name="saved")
+    model.compile("sgd", "mse")
+    model.save(tmp_path / "saved.keras")
+    file = tmp_path / "results.json"
+    arguments = [str(tmp_path / "saved.keras"), "--batch", "4", "--quick", "--json", str(file)]
+    assert main(["bench", *arguments]) == 0
+    results = json.loads(file.read_text())
+    assert results["limit"] in " ".join(capsys.readouterr().out.split())
+    assert all(result["value"] > 0 for result in results["results"])
 
 
 def test_names_of_a_model_file_reach_the_terminal_escaped(tmp_path, capsys):

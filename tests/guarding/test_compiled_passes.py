@@ -223,20 +223,19 @@ class StepsTwice(keras.Sequential):
         return {"loss": second["loss"], "first": first["loss"]}
 
 
-@pytest.mark.parametrize(
-    ("model_class", "strategy"), [(AveragesWeights, "two_replicas"), (StepsTwice, "one_replica")]
-)
+@pytest.mark.parametrize("model_class", [AveragesWeights, StepsTwice])
 def test_what_follows_an_update_is_compiled_apart_and_sees_its_result(
-    request, caplog, model_class, strategy
+    two_replicas, caplog, model_class
 ):
-    strategy = request.getfixturevalue(strategy)
     x, y = small_data(6)
     x[12] = 1e5  # the second step is skipped
     results = []
     with kmp.enable(), caplog.at_level(logging.WARNING, "kmp"):
         for jit_compile in (True, False):
             layers = keras.layers.BatchNormalization, OverflowsBackward
-            model = make_model(strategy, *layers, model_class=model_class, jit_compile=jit_compile)
+            model = make_model(
+                two_replicas, *layers, model_class=model_class, jit_compile=jit_compile
+            )
             results.append((trained(model, (x, y), jit_compile), model.get_weights()))
     assert not any("XLA does not compile" in each for each in caplog.messages)
     assert_close(*results)

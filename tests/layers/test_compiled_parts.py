@@ -29,6 +29,7 @@ NORMALIZATIONS = [
     (lambda: layers.GroupNormalization(2, center=False), (4, 6)),
     (lambda: layers.GroupNormalization(-1, axis=1), (4, 6, 5, 3)),
     (layers.RMSNormalization, (4, 5, 6)),
+    (lambda: layers.RMSNormalization([1, 2], epsilon=1e-2), (4, 5, 6)),
 ]
 FUNCTIONS = {
     "gelu": ops.gelu,
@@ -39,7 +40,11 @@ FUNCTIONS = {
     "softmax": ops.softmax,
     "softmax of an inner axis": lambda x: ops.softmax(x, axis=1),
 }
-ATTENTION = {"plain": {}, "causal and masked": {"is_causal": True, "mask": MASK}}
+ATTENTION = {
+    "plain": {},
+    "causal": {"is_causal": True},
+    "causal and masked": {"is_causal": True, "mask": MASK},
+}
 
 
 @pytest.fixture(autouse=True)

@@ -301,10 +301,13 @@ UNDER_XLA_IN_CI = {
     *("AveragePooling2D", "GlobalAveragePooling1D"),
     *("Conv2D", "Dense", "Dropout", "Embedding", "GRU"),
 }
-# kmp has no code that tells sequences and volumes from images.
+# CI has the layers of sequences and volumes for which kmp has a rule or a name.
 OTHER_RANKS = {
     f"{name[:-2]}{number}D" for name in CASES if name.endswith("2D") for number in (1, 3)
-} - {"GlobalAveragePooling1D"}
+} - {
+    *("AveragePooling1D", "AveragePooling3D", "Conv3D", "GlobalAveragePooling1D"),
+    *("DepthwiseConv1D", "SeparableConv1D"),
+}
 # Of the layers that draw an augmentation from other layers, one will do.
 EACH_WEEK = OTHER_RANKS | {"RandAugment"}
 PARAMETERS = []

@@ -238,6 +238,7 @@ def test_sound_step_is_compared_with_its_gradients_and_changes_nothing(kind):
     ("dtype", "rate", "distance", "is_lost"),
     [
         ("float16", 0.01, 1e-3, True),
+        ("float16", 1.0, 1e-3, False),  # a copy of the weights
         ("float16", 0.01, 3.0, False),  # steps of 0.03, which float16 has
         ("mixed_float16", 0.01, 1e-3, False),
     ],

@@ -1,6 +1,6 @@
 """Trains the programs of `benchmarks/float16_faults` in Keras: what is known of them is true.
 
-That changes with the programs only, and not with kmp.
+That changes with the programs, Keras and TensorFlow, and not with kmp.
 """
 
 import pytest
