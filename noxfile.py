@@ -1,6 +1,5 @@
 """Runs the quick and exhaustive tests on each version of Python, Keras and TensorFlow.
 
-
 nox                        # all sessions whose Python is installed
 nox -s nightly -- -x -k adam    # one of them; what stands after `--` goes to pytest
 """
