@@ -11,7 +11,7 @@ def rates_by_variables():
     return [100.0 + 10 * sum(name in os.environ for name in NAMES)] * 2
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_each_setting_reaches_its_own_process(monkeypatch):
     monkeypatch.setenv("TF_GPU_THREAD_MODE", "global")
     monkeypatch.setattr(environment_variables, "images_per_second", rates_by_variables)

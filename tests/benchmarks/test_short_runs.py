@@ -60,7 +60,7 @@ def test_short_run_of_a_benchmark_writes_its_results(name, tmp_path, monkeypatch
     check(tmp_path / "results.json")
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive  # its parts are in `bench/test_precision.py`
 def test_short_run_of_the_command_writes_its_results(tmp_path):
     assert kmp_cli.main(["bench", "--quick", "--json", str(tmp_path / "results.json")]) == 0
     check(tmp_path / "results.json")

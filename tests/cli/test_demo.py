@@ -124,7 +124,7 @@ def test_warnings_of_repairs_are_shown_once_and_other_warnings_are_not():
     assert warnings_of_repairs({setup: [result(0.9, warnings=[repair])]}) == []
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive  # `.ci/run` runs the demo, and looks for its sentences and files
 @pytest.mark.usefixtures("without_figures")
 def test_demo_shows_a_run_that_keras_loses_and_that_kmp_repairs(tmp_path, capsys):
     out = tmp_path / "a folder with [red]brackets"

@@ -31,9 +31,20 @@ PROGRAMS = [
 ]
 
 
-@pytest.mark.slow
+# The longest ones; the others have an own loop, an own step, a repair, and each warning.
+LONGEST = ("nnclr", "speech_transformer", "vq_vae", "wgan_gp")
+
+
 @pytest.mark.parametrize(
-    ("program", "loss", "tolerance", "warning"), PROGRAMS, ids=[row[0] for row in PROGRAMS]
+    ("program", "loss", "tolerance", "warning"),
+    [
+        pytest.param(
+            *row,
+            id=row[0],
+            marks=pytest.mark.exhaustive if row[0] in LONGEST else pytest.mark.slow,
+        )
+        for row in PROGRAMS
+    ],
 )
 def test_program_trains_as_in_float32(program, loss, tolerance, warning):
     train = importlib.import_module(program).train
