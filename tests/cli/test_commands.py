@@ -398,7 +398,8 @@ def test_bench_measures_a_saved_model_and_a_function_of_a_module(tmp_path, capsy
 
 @pytest.mark.slow
 def test_bench_of_a_model_prints_what_it_measures(tmp_path, capsys):
-    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)], name="saved")
+    hidden, head = keras.layers.Dense(8), keras.layers.Dense(1)
+    model = keras.Sequential([keras.Input((2,)), hidden, head], name="saved")
     model.compile("sgd", "mse")
     model.save(tmp_path / "saved.keras")
     file = tmp_path / "results.json"
