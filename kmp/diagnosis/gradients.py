@@ -171,27 +171,26 @@ class Gradients:
         names = [name for name in self.finite[-1].names if name not in replay.gradients.zero]
         largest_flushed = 2.0**FLOAT16.flush_exponent / replay.loss_scale
         found = dict[str, float]()
+        largest = self._largest_by_layer(replay)
         for name in names:
-            is_noise = largest_flushed < unit_roundoff(FLOAT32) * self._largest_beside(name, replay)
+            sizes = largest.get(self._model.layer_of(name), {})
+            beside = max((size for other, size in sizes.items() if other != name), default=0.0)
+            is_noise = largest_flushed < unit_roundoff(FLOAT32) * beside
             found[name] = 0.0 if is_noise else shares.get(name, 0.0)
         return found
 
-    def _largest_beside(self, name: str, replay: Replay) -> float:
-        """Returns the largest gradient in float32 of the other variables in a variable's layer.
+    def _largest_by_layer(self, replay: Replay) -> dict[str, dict[str, float]]:
+        """Returns the largest magnitude of each finite gradient in float32, by layer and path.
 
-        0 if a replay has none.
+        As recorded with a replay; empty without a record.
         """
-        reference, layer = self._reference_of(replay), self._model.layer_of(name)
+        reference, found = self._reference_of(replay), dict[str, dict[str, float]]()
         if reference is None:
-            return 0.0
-        return max(
-            (
-                float(amax) / reference.loss_scale
-                for other, amax in zip(reference.names, reference.amax, strict=True)
-                if other != name and self._model.layer_of(other) == layer and np.isfinite(amax)
-            ),
-            default=0.0,
-        )
+            return found
+        for name, amax in zip(reference.names, reference.amax / reference.loss_scale, strict=True):
+            if np.isfinite(amax):
+                found.setdefault(self._model.layer_of(name), {})[name] = float(amax)
+        return found
 
     @property
     def flushed_share(self) -> float:

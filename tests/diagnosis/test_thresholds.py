@@ -27,7 +27,7 @@ def comments():
 
 def seen_by_threshold():
     """Returns the last column of the table of thresholds."""
-    table = PAGE.read_text(encoding="utf-8").removesuffix(causes())
+    table, _, _ = PAGE.read_text(encoding="utf-8").partition("\n## ")
     rows = [line for line in table.splitlines() if line[:3] == "| `"]
     cells = [row.strip("| ").split(" | ") for row in rows]
     return {each[0].strip("`"): each[-1] for each in cells}
