@@ -120,6 +120,14 @@ def run_step(request):
     return tf.function(jit_compile=request.param == "xla")
 
 
+def exhaustive_unless(chosen, values, *marks):
+    """Returns the values as parameters: the chosen ones with these marks, the others exhaustive."""
+    return [
+        pytest.param(value, marks=marks if value in chosen else pytest.mark.exhaustive)
+        for value in values
+    ]
+
+
 def small_data(batches=20, batch_size=8):
     random = np.random.default_rng(0)
     x = random.normal(size=(batches * batch_size, 4)).astype("float32")

@@ -11,7 +11,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from conftest import sequential, without_replays
+from conftest import exhaustive_unless, sequential, without_replays
 
 import kmp
 from kmp_cli import main
@@ -150,15 +150,13 @@ def python_blocks(text):
 # `test_loop_trains_and_options_are_parsed`, callbacks/test_custom_loops.py and
 # callbacks/test_several_optimizers.py. The code of the Chinese guide is in the English pages: see
 # test_readme.py.
-LONG_PAGES = ["devices", "guide.zh-CN", "loops", "pretrained", "resume"]
+LONG_PAGES = {"devices", "guide.zh-CN", "loops", "pretrained", "resume"}
 RUNNING_PAGES = [
-    pytest.param(page, marks=[pytest.mark.exhaustive] if page in LONG_PAGES else [])
-    for page, text in GUIDE_PAGES.items()
-    if python_blocks(text) and page != "questions"
+    page for page, text in GUIDE_PAGES.items() if python_blocks(text) and page != "questions"
 ]
 
 
-@pytest.mark.parametrize("page", RUNNING_PAGES)
+@pytest.mark.parametrize("page", exhaustive_unless({*RUNNING_PAGES} - LONG_PAGES, RUNNING_PAGES))
 def test_python_blocks_of_the_guide_run_from_top_to_bottom(
     page, tmp_path, monkeypatch, two_replicas
 ):

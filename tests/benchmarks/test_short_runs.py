@@ -8,6 +8,7 @@ import gpu
 import keras
 import measuring
 import pytest
+from conftest import exhaustive_unless
 
 import kmp_cli
 
@@ -44,13 +45,7 @@ def check(file):
 IN_CI = ("memory", "optimizer_step", "sampling_cost")
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=pytest.mark.slow if name in IN_CI else pytest.mark.exhaustive)
-        for name in BENCHMARKS
-    ],
-)
+@pytest.mark.parametrize("name", exhaustive_unless(IN_CI, BENCHMARKS, pytest.mark.slow))
 def test_short_run_of_a_benchmark_writes_its_results(name, tmp_path, monkeypatch):
     monkeypatch.setattr(
         sys, "argv", [f"{name}.py", "--quick", "--json", str(tmp_path / "results.json")]

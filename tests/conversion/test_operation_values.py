@@ -9,6 +9,7 @@ from functools import partial
 import keras
 import numpy as np
 import pytest
+from conftest import exhaustive_unless
 from keras import layers, ops
 
 import kmp
@@ -385,13 +386,7 @@ def test_reason_names_the_operation_that_amplifies():
     assert all(text.startswith("log") for text in reasons)
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=[pytest.mark.exhaustive] if name in SAME_RULE else [])
-        for name in ALL
-    ],
-)
+@pytest.mark.parametrize("name", exhaustive_unless(ALL.keys() - SAME_RULE, ALL))
 def test_graph_computes_after_convert_what_it_computes_in_float32(name):
     make, function = ALL[name]
     x = make()

@@ -1,6 +1,7 @@
 """Runs kmp on the programs of `benchmarks/float16_faults`, and applies the change it advises."""
 
 import pytest
+from conftest import exhaustive_unless
 from float16_faults.running import is_named, outcome_of
 from float16_faults.tools import Kmp
 from float16_faults.truth import (
@@ -43,15 +44,12 @@ SOME_HEALTHY = (
 )
 
 
-def marked(names, chosen):
-    """Marks these programs as slow tests, and the others, which repeat them, as exhaustive ones.
+def in_ci(chosen, names):
+    """Marks the chosen programs as slow tests, and the others, which repeat them, as exhaustive.
 
     The tests of recorded runs diagnose all of them, without a training.
     """
-    return [
-        pytest.param(name, marks=pytest.mark.slow if name in chosen else pytest.mark.exhaustive)
-        for name in names
-    ]
+    return exhaustive_unless(chosen, names, pytest.mark.slow)
 
 
 class KmpWithoutRepair(Kmp):
@@ -67,14 +65,14 @@ def assert_diagnosed_and_cured(outcome):
     assert all(each.text.startswith("StuckError: ") for each in outcome.findings[1:])
 
 
-@pytest.mark.parametrize("name", marked(FLOAT16, first_of_each_cause(FLOAT16)))
+@pytest.mark.parametrize("name", in_ci(first_of_each_cause(FLOAT16), FLOAT16))
 def test_fault_is_diagnosed_and_cured(name, tmp_path):
     outcome = outcome_of(name, KmpWithoutRepair, tmp_path)
     assert not is_sound(outcome.score, FLOAT16[name].sound), "the program has no fault"
     assert_diagnosed_and_cured(outcome)
 
 
-@pytest.mark.parametrize("name", marked(BFLOAT16, first_of_each_cause(BFLOAT16)))
+@pytest.mark.parametrize("name", in_ci(first_of_each_cause(BFLOAT16), BFLOAT16))
 def test_fault_of_bfloat16_is_diagnosed_cured_and_repaired(name, tmp_path):
     # Without a repair too, the score may be sound: kmp skips the steps with NaN.
     outcome = outcome_of(name, Kmp, tmp_path)
@@ -86,7 +84,7 @@ def test_fault_of_bfloat16_is_diagnosed_cured_and_repaired(name, tmp_path):
         assert is_sound(outcome.repaired_score, BFLOAT16[name].sound)
 
 
-@pytest.mark.parametrize("name", marked(HEALTHY, SOME_HEALTHY))
+@pytest.mark.parametrize("name", in_ci(SOME_HEALTHY, HEALTHY))
 def test_healthy_program_has_no_problem_and_no_repair(name, tmp_path):
     outcome = outcome_of(name, Kmp, tmp_path)
     assert outcome.findings == ()
